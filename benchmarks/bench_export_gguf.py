@@ -21,11 +21,11 @@ import numpy as np  # noqa: E402
 from benchmarks.llama_judge import LlamaJudge, divergence  # noqa: E402
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
-from safetrain.engine.exchange.gguf_export import QUANTIZER, export_gguf  # noqa: E402
-from safetrain.engine.fuse import FLOAT, fuse_adapter  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
-from safetrain.engine.tuned import ExportJob  # noqa: E402
-from tests.engine.test_fuse import adapter_of  # noqa: E402
+from safetrain.export.comparison import ExportJob  # noqa: E402
+from safetrain.export.fuse import FLOAT, fuse_adapter  # noqa: E402
+from safetrain.export.gguf_export import QUANTIZER, export_gguf  # noqa: E402
+from tests.export.test_fuse import adapter_of  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.tokenizers_made import CORPUS, SPECIAL  # noqa: E402
 

@@ -21,7 +21,7 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import EMBEDDED
 
 load_fast_blas()  # before mlx
-from safetrain.engine.exchange.peft import SAME_NAMES  # noqa: E402
+from safetrain.export.peft import SAME_NAMES  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -105,9 +105,9 @@ def exported(base: Path, folder: Path, method: str) -> float:
 
     from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.adapters import make_trainable
-    from safetrain.engine.exchange.peft import write_peft
     from safetrain.engine.model import open_base
     from safetrain.engine.weight_files import adapter_arrays, save_adapter
+    from safetrain.export.peft import write_peft
 
     def moved(name: str, value: Any) -> Any:
         return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)

@@ -22,9 +22,9 @@ import numpy as np
 from benchmarks.bench_stream import SHAPES
 from benchmarks.machine import write_result
 from benchmarks.quantized_model import write_quantized_model
+from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.settings import TrainSettings
 from safetrain.data.validate import validate
 from safetrain.engine.cpu.blas import load_fast_blas
@@ -59,10 +59,10 @@ def ours(
     from safetrain.engine.adapters import adapter_weights
     from safetrain.engine.batches import fill, training_layout, update_of_rows
     from safetrain.engine.evaluation import row_losses
-    from safetrain.engine.exchange.peft import write_peft
     from safetrain.engine.optimizer import apply_gradient, optimizer_of
     from safetrain.engine.update import measure, prepare
     from safetrain.engine.weight_files import save_adapter
+    from safetrain.export.peft import write_peft
 
     model, gradients = prepare(base, settings)
     if not out.exists():

@@ -19,7 +19,7 @@ from safetrain.core.storage.files import require_new
 if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
     from safetrain.engine.model import BaseModel
-    from safetrain.engine.tuned import ExportJob
+    from safetrain.export.comparison import ExportJob
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 
@@ -84,7 +84,7 @@ def fuse(
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
     job = _export_job(out, adapter, model, may_lose)
-    from safetrain.engine.fuse import FLOAT, fuse_adapter
+    from safetrain.export.fuse import FLOAT, fuse_adapter
 
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
@@ -161,7 +161,7 @@ def export_peft(
     from safetrain.watch.progress import still_working
 
     job = _export_job(out, adapter, model)
-    from safetrain.engine.exchange.peft import export_peft
+    from safetrain.export.peft import export_peft
 
     name = base_name or hub_id_of(job.base) or str(job.base)
     with still_working(f"writing and measuring {out}"):
@@ -197,7 +197,7 @@ def export_gguf(
     if out.suffix != ".gguf":
         raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}.gguf")
     job = _export_job(out, adapter, model, may_lose)
-    from safetrain.engine.exchange.gguf_export import export_gguf
+    from safetrain.export.gguf_export import export_gguf
 
     with still_working(f"writing and measuring {out}"):
         report = export_gguf(job, kind.value, print_text)
@@ -216,7 +216,7 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
     base, run = model or base_of(adapter), read_result(paths.SUMMARY, RunShape)
     rows = load_valid_rows(base, run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.tuned import ExportJob
+    from safetrain.export.comparison import ExportJob
 
     limits = run.most_tokens, run.mlx_limit_bytes, may_lose / 100
     return ExportJob(base, adapter, out, rows, *limits, run.compute_dtype)

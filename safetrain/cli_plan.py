@@ -161,8 +161,9 @@ def create(
 
     PRESET is the number of parameters, including embeddings.
     """
+    from safetrain.core.model.presets import preset_named
+    from safetrain.create.model import create_model, describe_shape
     from safetrain.data.validate import training_texts
-    from safetrain.plan.create import create_model, describe_shape, preset_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
     if bool(text) == (tokenizer is not None):

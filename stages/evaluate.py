@@ -2,22 +2,23 @@
 
 from pathlib import Path
 
+from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.store import open_split
-from safetrain.core.data.tokenizer import ChatTokenizer, general_text
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import describe_evaluation, describe_sample
 from safetrain.core.records.metrics import RunShape, evaluation_seconds
-from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.schema import PAIRED, Pipeline
-from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
 from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.evaluate.general_text import general_text
+from safetrain.evaluate.scoring import evaluation_of
 from safetrain.stage import stage
+from safetrain.watch.evaluation import describe_evaluation, describe_sample
 from safetrain.watch.progress import EvaluationProgress
 
 # Shares of the evaluation's time; evaluating two models is two or three times as fast as training one
@@ -38,7 +39,7 @@ def main(config: Pipeline) -> None:
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.comparison import Examination
+    from safetrain.evaluate.examination import Examination
 
     limits = settings.max_new_tokens, settings.max_examples, ANSWERS * seconds
     examination = Examination(held_out, general, run, *limits, EvaluationProgress())

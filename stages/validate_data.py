@@ -6,17 +6,18 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
+from safetrain.core.model.presets import preset_named
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
+from safetrain.create.model import create_model
 from safetrain.data.corpus import FORMAT
 from safetrain.data.findings import summary
 from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
-from safetrain.plan.create import create_model, preset_named
 from safetrain.stage import stage
 from safetrain.watch.progress import say_on_terminal, still_working
 

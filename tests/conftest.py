@@ -60,7 +60,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 # run by one worker, in its order: some build on what was made once.
 LONG_FIRST = (
     "pipeline/test_dvc", "pipeline/", "test_chaos", "test_notebooks", "engine/test_preferences", "stages/",
-    "engine/test_configs_read", "engine/test_ranks", "engine/test_gguf", "test_talk", "guard/", "data/", "plan/",
+    "engine/test_configs_read", "engine/test_ranks", "export/test_gguf", "test_talk", "guard/", "data/", "plan/",
 )  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,8 @@ from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
 from tests.conftest import EMBEDDED, ROOT
-from tests.engine.test_fuse import adapter_of
 from tests.engine.test_training import rows
+from tests.export.test_fuse import adapter_of
 from tests.stores import write_stores
 
 Build = Callable[..., Path]

@@ -25,7 +25,7 @@ from safetrain.core.storage import paths
 from safetrain.data.folders import data_files_of
 from safetrain.plan.hub import fetch
 from tests.conftest import ROOT
-from tests.engine.test_fuse import adapter_of
+from tests.export.test_fuse import adapter_of
 
 Build = Callable[..., Path]
 

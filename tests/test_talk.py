@@ -32,7 +32,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.engine.evaluation import answer
 from safetrain.engine.weight_files import open_tuned
 from tests.conftest import EMBEDDED, ROOT
-from tests.engine.test_fuse import adapter_of
+from tests.export.test_fuse import adapter_of
 
 QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
 TOKENIZER = ChatTokenizer(EMBEDDED)

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from models.recipe.text import document, subjects
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.model.presets import ModelShape
 from safetrain.core.storage.files import write_text
+from safetrain.create.model import create_model
 from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.plan.create import ModelShape, create_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7

@@ -23,6 +23,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def count_text(number: float) -> str:
+    """A count as text, such as ``1.7 billion``, ``85 million`` or ``9,870``."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.3g} billion" if number < 1e12 else f"{number / 1e12:,.3g} trillion"
+    return f"{number / 1e6:.3g} million" if number >= 1e6 else f"{number:,.0f}"
+
+
 def duration_text(seconds: float) -> str:
     """A duration, such as ``40 s``, ``12 min``, ``7.5 h`` or ``3.5 days``."""
     if seconds < 100:

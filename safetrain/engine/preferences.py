@@ -9,7 +9,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.records.preferences import PairLoss
+from safetrain.core.data.pairs import PairLoss
 from safetrain.engine.batches import MicroBatch, Shard, Update
 
 

@@ -1,4 +1,4 @@
-"""Compares a saved adapter, a fused or an exported model with the tuned model, by their outputs at labels.
+"""Compares a saved adapter with the tuned model, by their outputs at labels; an export is compared in the same way.
 
 Only the tuned model's hidden states stay in memory, and its head if another model's head may differ. The tuned model is
 freed before another model is opened. Before the adapter check, all that only training needs is freed too.
@@ -8,32 +8,20 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import InterruptedRun, MachineError, ModelError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.estimate import setup_of
-from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
-from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.model.files import ModelFiles
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base
 from safetrain.core.records.evaluation import (
-    HEADER,
-    ExportReport,
     Likeness,
-    describe_likeness,
-    kept_share,
-    refusal,
 )
 from safetrain.core.records.metrics import (
-    DISCARD,
-    NO_CHANGE,
-    NO_EFFECT,
     ComparedWith,
     Proof,
     proved_tokens,
@@ -41,17 +29,17 @@ from safetrain.core.records.metrics import (
 )
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights
-from safetrain.engine.backend import device, set_limits
+from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard, in_order, layout_for
 from safetrain.engine.block_loop import computed
 from safetrain.engine.job import Job
 from safetrain.engine.loss import through
-from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.run import TrainingRun, Watcher
 from safetrain.engine.state import best_file
 from safetrain.engine.upstream.adaptation import Head
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
-from safetrain.engine.weight_files import adapter_arrays, apply_adapter, load_arrays
+from safetrain.engine.weight_files import apply_adapter, load_arrays
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of labels' hidden states, and of the rows compared
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
@@ -156,9 +144,6 @@ def _log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-# The adapter check
-
-
 def remember_best(run: TrainingRun) -> TunedModel:
     """Measure the best model, restoring its weights first if training has continued past it.
 
@@ -218,85 +203,3 @@ def _beat(watcher: Watcher, step: int) -> Beat:
             raise InterruptedRun(stop, what, do="run the same command again to finish")
 
     return beat
-
-
-# Exports
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """Base and adapter, the output path, the rows to measure models on, and how much improvement an export may lose."""
-
-    base: Path
-    adapter: Path
-    out: Path
-    rows: TokenRows  # validation rows to measure on
-    most_tokens: int  # that are computed together
-    mlx_limit_bytes: int  # memory limit of the training
-    may_lose: float = 0.02  # share of the improvement
-    compute_dtype: str | None = None  # of a GPU
-
-    def open(self, folder: Path) -> BaseModel:
-        """Open a model, dequantized if memory allows."""
-        dequantize = dequantize_to_answer(read_model_files(folder))
-        return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
-
-
-class ExportComparison:
-    """Compares written models with the tuned model and its base; shows each in a line."""
-
-    def __init__(self, job: ExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
-        """Measure and free base and tuned model. Raises ModelError if the adapter has no effect or another base."""
-        require_base(job.adapter, job.base, files.fingerprint)
-        set_limits(job.mlx_limit_bytes)
-        self._job, self._files, self._say = job, files, say
-        model = job.open(job.base)
-        most_tokens = min(MOST_TOKENS, MOST_OPERATIONS // (2 * files.parameters))
-        rows = sample_of(job.rows, files, model, most_tokens, LEAST_ROWS)
-        apply_adapter(model, job.adapter)
-        self._tuned = TunedModel.of(model, rows, job.most_tokens)
-        del model
-        gc.collect()
-        self._base = self._tuned.likeness_of(job.open(job.base))
-        gc.collect()
-        if self._base.divergence < NO_CHANGE:
-            raise ModelError(NO_EFFECT, where=str(job.adapter), do=DISCARD)
-        some = f"; evenly spread among {len(job.rows):,} rows" if len(rows) < len(job.rows) else ""
-        count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
-        say(f"Loss and predictions are compared with the tuned model's on {count}.")
-        say(HEADER)
-        say(describe_likeness("base", files.static_bytes, 0.0, self._base, len(rows)))
-        size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter).values())
-        say(describe_likeness("base and adapter", size, 1.0, self._tuned.own, len(rows)))
-
-    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, ModelError | None]:
-        """Compare a written model; returns its report, and the error if it loses too much."""
-        job, tuned, rows, refused = self._job, self._tuned, self._tuned.rows, None
-        likeness = tuned.likeness_of(model)
-        share = kept_share(self._base, tuned.own, likeness)
-        if why := refusal(share, likeness, job.may_lose):
-            refused = ModelError(
-                f"The export does not keep the improvement: in {kind}, it {why}.",
-                where=str(job.out),
-                expected=f"at least {100 * (1 - job.may_lose):g} % of the improvement kept",
-                got=f"{100 * share:.1f} %",
-                do="choose more bits (--type bf16 or f16; fuse without --bits), or accept the loss: --may-lose 100",
-            )
-        self._say(describe_likeness(name, size_bytes, share, likeness, len(rows), why or "passes"))
-        form, base = read_prompt_format(job.adapter), str(job.base)
-        return ExportReport(
-            kind, size_bytes, base, self._files.fingerprint, fingerprint(job.adapter), len(rows), len(tuned.keys),
-            self._base, tuned.own, likeness, share, form.stop_ids if form else (),
-        ), refused  # fmt: skip
-
-
-def require_memory(size: int, what: str, do: str) -> None:
-    """Raise MachineError if ``what``, of ``size`` bytes, does not fit into memory."""
-    room = host_room_bytes(read_memory())
-    if size > room:
-        raise MachineError(
-            f"There is too little memory to measure {what}; nothing was written.",
-            expected=f"{size_text(size)} of memory",
-            got=f"{size_text(room)} available",
-            do=do,
-        )

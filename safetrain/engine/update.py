@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
+from safetrain.core.data.pairs import PairLoss
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
-from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.schema import DPO, PAIRED, PRETRAIN
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import make_trainable

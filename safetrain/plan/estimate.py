@@ -12,12 +12,12 @@ from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, read_bytes, require_computable, require_trainable, with_margin
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
+from safetrain.core.model.presets import OWN_IDS, PRESETS, config_of
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, PAIRED, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
-from safetrain.plan.create import OWN_IDS, PRESETS, config_of
 from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

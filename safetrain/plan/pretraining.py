@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.formatting import count_text, duration_text, size_text
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 
-TOKENS_PER_PARAMETER = 20
 MOST_PASSES = 4
 FAR_BELOW = 0.5  # share of the wanted tokens
 MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
@@ -55,11 +55,6 @@ def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: 
         "step (DeepSeek's fit)"
     )
     return float(f"{min(rate, HIGHEST_RATE):.2g}")
-
-
-def wanted_tokens(parameters: int) -> int:
-    """Recommended training tokens for a model of ``parameters`` parameters."""
-    return parameters * TOKENS_PER_PARAMETER
 
 
 def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
@@ -120,10 +115,3 @@ def finish_text(now: datetime, seconds: float) -> str:
         return f"no date: {days / 365:,.0f} years"
     end = now + timedelta(seconds=seconds)
     return f"{end:%Y-%m-%d %H:%M}" if days < 2 else f"{end:%Y-%m-%d}"
-
-
-def count_text(number: float) -> str:
-    """A count as text, such as ``1.7 billion``, ``85 million`` or ``9,870``."""
-    if number >= 1e9:
-        return f"{number / 1e9:,.3g} billion" if number < 1e12 else f"{number / 1e12:,.3g} trillion"
-    return f"{number / 1e6:.3g} million" if number >= 1e6 else f"{number:,.0f}"

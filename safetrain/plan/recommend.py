@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.formatting import count_text, counted, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
+from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.metrics import evaluation_seconds, proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
@@ -42,11 +43,8 @@ from safetrain.plan.candidates import (
 from safetrain.plan.child import dry_run_path, try_out
 from safetrain.plan.pretraining import (
     MOST_WINDOW,
-    TOKENS_PER_PARAMETER,
-    count_text,
     passes_for,
     pretraining_rate,
-    wanted_tokens,
 )
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on

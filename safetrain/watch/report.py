@@ -9,7 +9,7 @@ from typing import Any
 
 from safetrain.core.events import Died
 from safetrain.core.formatting import counted, duration_text, dvc, printable, size_text
-from safetrain.core.records.evaluation import Score, describe_forgetting, describe_loss, describe_preference
+from safetrain.core.records.evaluation import Score
 from safetrain.core.records.metrics import describe_proof
 from safetrain.core.records.run_state import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
@@ -17,6 +17,7 @@ from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSe
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
+from safetrain.watch.evaluation import describe_forgetting, describe_loss, describe_preference
 from safetrain.watch.monitor import State, state_of
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -12,17 +12,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text, dvc, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
-from safetrain.core.records.evaluation import (
-    EXPORT_REPORT,
-    REPORT,
-    Evaluation,
-    ExportReport,
-    Sample,
-    Verdict,
-    describe_evaluation,
-    describe_sample,
-    judge,
-)
+from safetrain.core.records.evaluation import EXPORT_REPORT, REPORT, Evaluation, ExportReport, Sample
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
@@ -30,6 +20,7 @@ from safetrain.core.records.settings import rows_text
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
+from safetrain.watch.evaluation import Verdict, describe_evaluation, describe_sample, judge
 from safetrain.watch.progress import MEASURE
 
 EXAMPLE = "data/example"  # ships with the project

@@ -17,10 +17,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.engine.fuse import FLOAT, fuse_adapter
 from safetrain.engine.model import open_base
 from safetrain.engine.upstream.family import build, unread_setting
 from safetrain.engine.upstream.loading import load, quantize
+from safetrain.export.fuse import FLOAT, fuse_adapter
 from safetrain.plan.selftest import selftest
 from tests.support.families import build_family, config_of, families
 from tests.support.random_models import TINY, build_model
@@ -158,7 +158,7 @@ def test_what_is_exported_says_what_was_computed(
     gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
     from transformers import AutoConfig
 
-    from tests.engine.test_gguf import adapter_of, job_of, write
+    from tests.export.test_gguf import adapter_of, job_of, write
     from tests.support.gguf_models import build as build_for_gguf
 
     base = build_for_gguf(tmp_path / "base", name)

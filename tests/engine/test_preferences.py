@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, TrainingRows, row_order
 from safetrain.core.errors import ConfigError, InterruptedRun
-from safetrain.core.records.preferences import PairLoss
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout, fill, update_at, update_of_rows
 from safetrain.engine.job import Job

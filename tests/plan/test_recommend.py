@@ -14,6 +14,7 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.estimate import with_margin
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
+from safetrain.core.model.presets import wanted_tokens
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import (
     SET,
@@ -30,7 +31,7 @@ from safetrain.core.records.schema import (
 )
 from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
-from safetrain.plan.pretraining import pretraining_lines, trained_tokens, wanted_tokens
+from safetrain.plan.pretraining import pretraining_lines, trained_tokens
 from safetrain.plan.recommend import recommendation_of
 from stages.recommend_config import cut_lines, recommendation_lines
 from tests.conftest import EMBEDDED

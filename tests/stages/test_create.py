@@ -9,8 +9,9 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, TokenWindows
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.model.files import read_model_files
+from safetrain.core.model.presets import preset_named
+from safetrain.create.model import create_model
 from safetrain.data.validate import training_texts
-from safetrain.plan.create import create_model, preset_named
 from tests.corpora import TEXTS, tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 from tests.support.random_models import TINY, build_model

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain.core.data.tokenizer import FILE, MOST_TOKENS, AnswerText, ChatTokenizer, Prompts, general_text
+from safetrain.core.data.tokenizer import AnswerText, ChatTokenizer, Prompts
 from safetrain.core.data.words import words_of
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
 from safetrain.core.storage.files import write_record
 from safetrain.data.compare import digests
+from safetrain.evaluate.general_text import FILE, MOST_TOKENS, general_text
 from tests.conftest import EMBEDDED
 
 SAME = [

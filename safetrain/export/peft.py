@@ -19,8 +19,8 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import full_disk_named, json_object, require_new, write_folder, write_record
 from safetrain.engine.adapters import make_trainable, set_adapter_weights
 from safetrain.engine.model import BaseModel
-from safetrain.engine.tuned import ExportComparison, ExportJob
 from safetrain.engine.weight_files import adapter_arrays, save_arrays
+from safetrain.export.comparison import ExportComparison, ExportJob
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SAME_NAMES = (  # families with the same layer names in transformers and mlx-lm: benchmarks/bench_export_peft.py

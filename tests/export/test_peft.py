@@ -15,14 +15,14 @@ from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine.adapters import LINEAR, shape_of
-from safetrain.engine.exchange.peft import CONFIG, SAME_NAMES, THEIRS, WEIGHTS, export_peft
 from safetrain.engine.model import open_base
-from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter, load_arrays
+from safetrain.export.comparison import ExportJob
+from safetrain.export.peft import CONFIG, SAME_NAMES, THEIRS, WEIGHTS, export_peft
 from tests.conftest import ROOT
 from tests.engine.test_architectures import FAMILIES, SMALL
-from tests.engine.test_fuse import adapter_of
 from tests.engine.test_training import rows
+from tests.export.test_fuse import adapter_of
 from tests.support.random_models import TINY, build_model
 
 pytestmark = pytest.mark.usefixtures("memory_limit")
@@ -104,7 +104,7 @@ def test_an_adapter_is_written_whole_or_not_at_all(base: Path, tmp_path: Path, m
     with pytest.raises(ConfigError, match="already exists"):
         exported(base, adapter, adapter)
     filled = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("safetrain.engine.exchange.peft.save_arrays", filled)
+    monkeypatch.setattr("safetrain.export.peft.save_arrays", filled)
     with pytest.raises(DiskFullError, match="nothing was written"):
         exported(base, adapter, out)
     assert not out.exists()

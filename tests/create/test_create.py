@@ -17,22 +17,20 @@ from models.recipe import build
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.model.presets import PRESETS, ModelShape, preset_named
 from safetrain.core.model.shapes import TensorHeader
-from safetrain.data.validate import training_texts
-from safetrain.engine.upstream.loading import load, quantize
-from safetrain.plan import create
-from safetrain.plan.create import (
-    PRESETS,
+from safetrain.create import model as create
+from safetrain.create.model import (
     SAMPLE_BYTES,
-    ModelShape,
     create_model,
     initial_weights,
     normal_quantiles,
-    preset_named,
     read_sample,
     vocabulary_for,
     with_vocabulary,
 )
+from safetrain.data.validate import training_texts
+from safetrain.engine.upstream.loading import load, quantize
 from tests.conftest import EMBEDDED, ROOT
 
 EXAMPLE = ROOT / "data" / "example"

@@ -10,7 +10,7 @@ from gguf import GGUFWriter
 from safetrain.core.data.tokenizer import ChatTemplate, ChatTokenizer, Prompts
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
-from safetrain.engine.exchange.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary
+from safetrain.export.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer
 
 CONTROL, UNUSED, BYTE = 3, 5, 6

@@ -16,12 +16,12 @@ from safetrain.core.records.adapter_files import PromptFormat, read_prompt_forma
 from safetrain.core.records.evaluation import REPORT, ExportReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
-from safetrain.engine import fuse as fusing
 from safetrain.engine.adapters import make_trainable
-from safetrain.engine.fuse import FLOAT, fuse_adapter
 from safetrain.engine.model import open_base
-from safetrain.engine.tuned import ExportJob
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_adapter
+from safetrain.export import fuse as fusing
+from safetrain.export.comparison import ExportJob
+from safetrain.export.fuse import FLOAT, fuse_adapter
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_training import rows
 from tests.support.random_models import TINY, build_model

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.tokenizer import LEAST_PIECES, GeneralText
+from safetrain.core.data.pairs import PairLoss, PairScores
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
-from safetrain.core.records.preferences import PairLoss, PairScores
+from safetrain.evaluate.general_text import LEAST_PIECES, GeneralText
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text

@@ -28,13 +28,13 @@ from safetrain.core.records.adapter_files import read_prompt_format
 from safetrain.core.records.evaluation import ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_record
 from safetrain.engine.backend import set_limits
-from safetrain.engine.exchange.gguf_text import write_chat, write_vocabulary
-from safetrain.engine.fuse import Changes, open_to_merge
 from safetrain.engine.layers import dequantized, inputs_of, slices_of
 from safetrain.engine.model import BaseModel, dequantize_to_answer
-from safetrain.engine.tuned import ExportComparison, ExportJob, require_memory
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, ready_to_compute, rebuilt
+from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
+from safetrain.export.fuse import Changes, open_to_merge
+from safetrain.export.gguf_text import write_chat, write_vocabulary
 
 FAMILIES = {  # llama.cpp's architectures by model_type in config.json
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3",

@@ -9,21 +9,13 @@ import pytest
 
 from safetrain.core.data.store import open_store
 from safetrain.core.data.token_rows import Question, TokenRows, token_row
-from safetrain.core.data.tokenizer import GeneralText
 from safetrain.core.data.training_rows import HeldOut, held_out_in
-from safetrain.core.records.evaluation import (
-    Evaluation,
-    Forgetting,
-    Improvement,
-    Likeness,
-    Score,
-    describe_evaluation,
-    judge,
-    kept_share,
-    refusal,
-)
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, Score
 from safetrain.core.records.schema import Gate
-from safetrain.core.records.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
+from safetrain.evaluate.general_text import GeneralText
+from safetrain.evaluate.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
+from safetrain.export.comparison import kept_share, refusal
+from safetrain.watch.evaluation import describe_evaluation, judge
 from tests.stores import MADE, write_store
 
 ROWS = 30

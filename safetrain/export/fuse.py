@@ -20,9 +20,9 @@ from safetrain.core.records.evaluation import REPORT, ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_record
 from safetrain.engine.backend import set_limits
 from safetrain.engine.layers import ALL, dequantized
-from safetrain.engine.tuned import ExportComparison, ExportJob, require_memory
 from safetrain.engine.upstream.loading import copy_beside, errors_told, load, write_config
 from safetrain.engine.weight_files import adapter_arrays, save_shards
+from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
 
 MORE_BITS = 8  # if the base's own bits lose too much
 Plan = dict[str, dict[str, Any] | None]  # group_size, bits and mode of each layer, by its path; None: float

@@ -1,7 +1,5 @@
 """Create an untrained Llama model as a folder in the Hugging Face layout: config, tokenizer, random weights.
 
-Its shape is a preset, named after its parameters: embeddings, blocks and norms.
-
 The same seed gives the same bytes on every machine and with any NumPy version: Philox's raw bits are fixed
 (Salmon et al. 2011; NumPy's NEP 19 promises it for bit generators, not for normal numbers). 16 of these bits
 choose one of 65,536 quantiles of the normal distribution from a table. So no library's logarithm affects the result.
@@ -18,7 +16,7 @@ import math
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -26,7 +24,9 @@ import numpy as np
 
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.formatting import count_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
+from safetrain.core.model.presets import OWN_IDS, ModelShape, config_of, deviation, wanted_tokens
 from safetrain.core.model.shapes import TensorHeader, tensors_of
 from safetrain.core.storage.files import (
     full_disk_named,
@@ -36,7 +36,6 @@ from safetrain.core.storage.files import (
     write_folder,
     write_json,
 )
-from safetrain.plan.pretraining import count_text, wanted_tokens
 
 BYTES_PER_TOKEN, SEEN = 3.5, 20
 SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes
@@ -44,10 +43,8 @@ FINE_STEP = 64  # of a vocabulary
 FREE = "free some space, or choose a smaller model"
 BLOCK = 2**20  # weights in memory at a time; a multiple of 4, as 64 random bits give 4 weights
 QUANTILES, EXACT_BITS = 2**16, 20
-RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)  # in the order of their IDs, from 0
-OWN_IDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -57,49 +54,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SAMPLE_BYTES = 64 * 2**20  # most text that a tokenizer is trained on
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The shape of a Llama model with tied embeddings. Widths in features, ``context`` in tokens."""
-
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    feed_forward: int
-    vocabulary: int
-    context: int
-
-    @property
-    def head(self) -> int:
-        """Width of an attention head."""
-        return self.hidden // self.heads
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model."""
-        query, key = self.hidden, self.key_heads * self.head
-        block = self.hidden * (2 * query + 2 * key + 3 * self.feed_forward + 2)
-        return self.vocabulary * self.hidden + self.layers * block + self.hidden
-
-
-# Widths near ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467); heads of 64 features that share
-# key heads from 384 features up (Ainslie et al. 2023); embeddings that grow as the 0.83rd power of the other parameters
-# (Tao et al. 2024, arXiv:2407.13623)
-PRESETS = {
-    "10m": ModelShape(256, 11, 4, 4, 704, 4096, 1024),
-    "85m": ModelShape(576, 22, 9, 3, 1536, 12288, 2048),
-    "400m": ModelShape(1024, 34, 16, 4, 2688, 24576, 2048),
-    "800m": ModelShape(1344, 39, 21, 7, 3584, 33792, 2048),
-}
-
-
-def preset_named(name: str) -> ModelShape:
-    """The shape of a preset; raises ConfigError for an unknown name."""
-    if name not in PRESETS:
-        raise ConfigError("No such preset.", expected=", ".join(PRESETS), got=name)
-    return PRESETS[name]
 
 
 def with_vocabulary(shape: ModelShape, tokens: int) -> ModelShape:
@@ -178,31 +132,6 @@ def _write(
         write_folder(folder, write)
 
 
-def config_of(shape: ModelShape, ids: Mapping[str, object]) -> dict[str, object]:
-    """Content of config.json for transformers and mlx-lm, with the ``ids`` of special tokens."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "intermediate_size": shape.feed_forward,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_heads,
-        "head_dim": shape.head,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,  # Su et al. 2021
-        "max_position_embeddings": shape.context,
-        "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "initializer_range": round(deviation(shape), 6),
-        "torch_dtype": "float32",
-        **ids,
-    }
-
-
 def _header(tensors: Sequence[TensorHeader]) -> bytes:
     """A header: an 8-byte little-endian length, then that many bytes of JSON, a multiple of 8 (safetensors' README)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # names and shapes are those of transformers
@@ -214,17 +143,6 @@ def _header(tensors: Sequence[TensorHeader]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def deviation(shape: ModelShape, tensor: str = "") -> float:
-    """Standard deviation of the initial weights of a tensor.
-
-    It is sqrt(2 / (5 x width)) ("small init": Nguyen and Salazar 2019, arXiv:1910.05895; used by GPT-NeoX): at a width
-    of 1,000 it is the 0.02 of GPT-2, and larger in narrower models, so that logits and the outputs of all layers begin
-    at one scale. For projections to the residual stream it is divided by sqrt(2 x layers) (Radford et al. 2019, GPT-2).
-    """
-    usual = math.sqrt(2 / (5 * shape.hidden))
-    return usual / math.sqrt(2 * shape.layers) if tensor.endswith(RESIDUAL_OUTPUTS) else usual
 
 
 def initial_weights(shape: ModelShape, seed: int, tensor: TensorHeader) -> Iterator[bytes]:

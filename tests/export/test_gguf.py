@@ -24,13 +24,16 @@ from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat  # noqa
 from safetrain.core.records.evaluation import ExportReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record, write_record  # noqa: E402
-from safetrain.engine import fuse  # noqa: E402
-from safetrain.engine.exchange import gguf_export, peft  # noqa: E402
-from safetrain.engine.exchange.gguf_export import KINDS, architecture_of, export_gguf, report_of  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
-from safetrain.engine.tuned import ExportJob  # noqa: E402
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
-from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
+from safetrain.export import (  # noqa: E402
+    fuse,
+    gguf_export,
+    peft,
+)
+from safetrain.export.comparison import ExportJob  # noqa: E402
+from safetrain.export.gguf_export import KINDS, architecture_of, export_gguf, report_of  # noqa: E402
+from tests.export.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.tokenizers_made import CORPUS  # noqa: E402
 

@@ -11,13 +11,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.comparison import in_random_order, in_time
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
 from safetrain.engine.upstream.generation import Conversation
 from safetrain.engine.weight_files import open_both, open_tuned
-from tests.engine.test_fuse import adapter_of
+from safetrain.evaluate.examination import in_random_order, in_time
+from tests.export.test_fuse import adapter_of
 from tests.support.families import build_family, config_of
 from tests.support.random_models import TINY, build_model, open_skeleton
 

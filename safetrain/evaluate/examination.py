@@ -12,18 +12,18 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.tokenizer import GeneralText
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.metrics import RunShape
-from safetrain.core.records.scoring import ModelMeasures
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.weight_files import apply_adapter
+from safetrain.evaluate.general_text import GeneralText
+from safetrain.evaluate.scoring import ModelMeasures
 
 FIRST_QUESTIONS = MOST_ROWS  # always answered: fewer save little time and are not informative
 CACHE_COPIES = 2  # of keys and values: a growing cache is copied
