@@ -33,7 +33,7 @@ PARAMS = Path("params.yaml")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
 EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
-COPIED = (".dvc/config", ".dvc/plots_page.html", ".dvc/plots/curve.json")
+COPIED = (".dvc/config", ".dvc/plots/curve.json")
 OVERLAY = """# @package _global_
 # Several values at once, for this run only: safetrain run experiment=mine
 train:

@@ -184,10 +184,7 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
     assert "train.learning_rate" in workspace.succeed("dvc", "params", "diff", "HEAD", "sweep")
     assert "tuned.loss" in workspace.succeed("dvc", "metrics", "diff", "HEAD~1", "HEAD")
     assert "index.html" in workspace.succeed("dvc", "plots", "diff", "HEAD", "sweep")
-    plots = (workspace.folder / "dvc_plots/index.html").read_text()
-    assert "vegaEmbed('#" in plots  # drawn by the page's own lines
-    assert '<script src="' not in plots
-    assert "static/" in plots
+    assert "valid_loss" in (workspace.folder / "dvc_plots/index.html").read_text()
     assert workspace.git("status", "--short") == ""
 
 
