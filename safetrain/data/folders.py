@@ -1,15 +1,13 @@
 """Finds the files of a data set and the split of each, and the files in its folder that are not read."""
 
-import math
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from safetrain.core.errors import DataError, broken_yaml
+from safetrain.core.errors import DataError
 from safetrain.core.formatting import override, similar_path
 from safetrain.data.rows import shown
 
@@ -18,7 +16,6 @@ SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 PLAIN = (".txt", ".text", ".md")
 TOKENS = ".ds"
-MIX = "mix.yaml"  # in a data folder: which files or folders in it are read, and each one's share of the training rows
 PACKED = (".gz", ".zst")
 NOT_DATA = re.compile(  # datasets' metadata, and texts about the data
     r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow|(?:README|LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?"
@@ -36,7 +33,6 @@ class DataFiles:
     names: tuple[str, ...]  # the split of each file
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # files that look like data but are in no split
-    mix: Mapping[Path, float] = field(default_factory=dict)  # shares of train; each part is a file or a folder
 
 
 class _File(NamedTuple):
@@ -57,8 +53,9 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     if source.is_file():
         _require_whole("train", [_file(source, source.parent)])
         return DataFiles(("train",), (source,))
-    if (source / MIX).is_file():
-        return _mixed_files(source, documents=documents)
+    if (source / "mix.yaml").is_file():  # earlier versions read it
+        do = "write the rows of all parts into one train.jsonl, and remove mix.yaml"
+        raise DataError("Data sets are not mixed by a mix.yaml.", where=str(source / "mix.yaml"), do=do)
     rows = _files_in(source, SUFFIXES)
     texts = _files_in(source, PLAIN) if documents and not any(file.split == "train" for file in rows) else []
     if texts:
@@ -77,43 +74,6 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     read = [file for split in SPLITS for file in here if file.split == split]
     left = sorted(file.path.relative_to(source).as_posix() for file in unread)
     return DataFiles(tuple(file.split for file in read), tuple(file.path for file in read), tuple(left))
-
-
-def _mixed_files(source: Path, *, documents: bool) -> DataFiles:
-    """Find the files of a folder with MIX: those of its parts, and valid and test files in ``source`` itself."""
-    shares = _shares(source / MIX)
-    parts = [data_files_of(part, documents=documents) for part in shares]
-    if len({frozenset(part.names) for part in parts}) > 1:
-        do = f"name the train files of these folders in {MIX}; valid and test files can be in {source} itself"
-        what, expected = "The parts of a mix have different splits.", "valid and test files in all parts, or in none"
-        raise DataError(what, where=str(source / MIX), expected=expected, do=do)
-    there = [file for file in _files_in(source, SUFFIXES) if file.path not in shares]
-    pairs = [pair for part in parts for pair in zip(part.names, part.paths, strict=True)]
-    pairs += [(file.split, file.path) for file in there if file.folder == source and file.split in SPLITS[1:]]
-    ((path, count),) = Counter(path for _, path in pairs).most_common(1)
-    if count > 1:
-        do = f"name the file or its folder in {MIX}, not both"
-        raise DataError("A mix reads a file twice.", where=str(source / MIX), got=str(path), do=do)
-    names, paths = zip(*sorted(pairs, key=lambda pair: SPLITS.index(pair[0])), strict=True)
-    unread = tuple(str(file.path.relative_to(source)) for file in there if file.path not in paths)
-    return DataFiles(names, paths, unread, shares)
-
-
-def _shares(path: Path) -> dict[Path, float]:
-    """Read MIX: files or folders in its folder, each with its share of the sum; raises ConfigError, DataError."""
-    import yaml
-
-    try:
-        with path.open("rb") as file:
-            value = yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        raise broken_yaml(error) from None
-    found = value if isinstance(value, dict) and value else {"..": 0}
-    numbers = [isinstance(share, int | float) and 0 < share < math.inf for share in found.values()]
-    if not all(numbers) or any(".." in Path(name).parts or Path(name).is_absolute() for name in map(str, found)):
-        expected = "files or folders in its folder, each with a share above 0, e.g. a.jsonl: 0.7"
-        raise DataError("The mix cannot be read.", where=str(path), expected=expected, got=shown(str(value)))
-    return {path.parent / str(name): share / sum(found.values()) for name, share in found.items()}
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
@@ -139,9 +99,6 @@ def corpus_of(source: Path) -> list[tuple[str, Path]]:
     Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
     """
     files = _files_in(source, (TOKENS,))
-    if files and (source / MIX).is_file():
-        do = "mix the documents when you tokenize them"
-        raise DataError(f"{MIX} cannot mix token files.", where=str(source / MIX), got=str(files[0].path), do=do)
     unnamed = [file.path for file in files if not file.split]
     if unnamed and any(file.split == "train" for file in files):
         what, do = "Some token files are named train, others are not.", "put all training files in a folder named train"
@@ -237,7 +194,7 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
         expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain, compressed or in shards; "
         "or a folder named train",
         got=shown(", ".join(names)) if names else "an empty folder",
-        do=f"name the training rows train.jsonl, name the file itself, or mix several files: {MIX}",
+        do="name the training rows train.jsonl, put several files of them in a folder train, or name the file itself",
     )
 
 

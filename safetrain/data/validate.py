@@ -174,27 +174,7 @@ def _compared(
                 detail = f"{name} has {counted(count, noun)} instead of about {share:,}"
                 facts.findings.add("SPLIT-SIZE", detail, count)
     compare(facts, parts)
-    return parts, how + (_mix(files, facts, parts, noun) if is_split else "")
-
-
-def _mix(files: DataFiles, facts: RowFacts, parts: np.ndarray, noun: str) -> str:
-    """Take from train what exceeds each file's share, by a hash of the question; returns a sentence with the counts.
-
-    As many rows stay as the shares allow without repeating any; other splits are not mixed. Raises DataError.
-    """
-    own, said = dict[Path, np.ndarray](), list[str]()
-    for part in files.mix:
-        numbers = [number for number, path in enumerate(files.paths) if path.is_relative_to(part)]
-        own[part] = np.flatnonzero((parts == TRAIN) & np.isin(facts.column("files"), numbers))
-    total = min((len(own[part]) / share for part, share in files.mix.items()), default=0.0)
-    for part, share in files.mix.items():
-        rows, count = own[part], round(total * share)
-        if count == 0:
-            do = "add rows to its smallest part, or change the shares"
-            raise DataError("A part of the mix would have no training row.", where=str(part), do=do)
-        parts[rows[np.argsort(facts.column("questions")[rows], kind="stable")[count:]]] = len(SPLITS)  # in no split
-        said.append(f"{100 * share:.3g} % from {part} ({count:,} of {counted(len(rows), noun)})")
-    return f"; train mixed: {', '.join(said)}" if said else ""
+    return parts, how
 
 
 def _provenance(model: Path, into: Path | None, source: str) -> Provenance:

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from safetrain.core.data.words import words_of
-from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.errors import DataError
 from safetrain.data import compare
 from safetrain.data.compare import Shingles, digests, first_alike
 from safetrain.data.folders import data_files_of
@@ -359,7 +359,7 @@ def test_one_shard_of_several_is_not_taken_for_the_whole(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(("names", "says"), [
-    (["a.csv", "b.csv", "notes.txt"], "a.csv, b.csv, notes.txt\n(.|\n)*mix.yaml"),
+    (["a.csv", "b.csv", "notes.txt"], "a.csv, b.csv, notes.txt\n(.|\n)*in a folder train"),
     (["test.jsonl", "val.csv"], "test.jsonl, val.csv(.|\n)*name the training rows train.jsonl"),
     (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
     (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
@@ -367,6 +367,7 @@ def test_one_shard_of_several_is_not_taken_for_the_whole(tmp_path: Path, name: s
     (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
     (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
     (["train.jsonl", "more -> nowhere"], "is broken"),
+    (["train.jsonl", "mix.yaml"], "one train.jsonl"),
     (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
 ])  # fmt: skip
 def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
@@ -377,38 +378,3 @@ def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[s
 def test_the_only_file_of_a_folder_is_read_whatever_its_name(tmp_path: Path) -> None:
     found = data_files_of(folder(tmp_path, "my rows.csv", "notes.txt"))
     assert (found.names, [path.name for path in found.paths]) == (("train",), ["my rows.csv"])
-
-
-def test_a_mix_takes_its_shares_of_train_and_says_what_stays_out(tmp_path: Path) -> None:
-    def write(name: str, count: int) -> None:
-        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"prompt": f"What is {name} {n * 7919} {n}?", "completion": f"It is {n}."} for n in range(count)]
-        (tmp_path / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def mixed(text: str) -> tuple[str, str]:
-        (tmp_path / "data/mix.yaml").write_text(text)
-        report = validate([tmp_path / "data"], EMBEDDED, into=tmp_path / "out").report
-        return report.split, (tmp_path / "out/train.jsonl").read_text()
-
-    for name, count in (("iron.jsonl", 240), ("gold/train.jsonl", 60), ("tin.csv", 1)):
-        write(name, count)
-    said, train = mixed("iron.jsonl: 7\ngold: 3\n")
-    counts = [int(number) for number in re.findall(r"\((\d+) of", said)]
-    assert re.search(
-        r"split off train by content; train mixed: 70 % from \S+iron\.jsonl \(\d+ of \d+ rows\), 30 % ", said
-    )
-    assert counts == [train.count("is iron.jsonl"), train.count("is gold")]
-    assert counts[0] == round(counts[1] * 7 / 3)
-    assert sorted(mixed("gold: 0.3\niron.jsonl: 0.7\n")[1].splitlines()) == sorted(train.splitlines())
-    assert data_files_of(tmp_path / "data").unread == ("tin.csv",)
-    write("test.jsonl", 9)
-    assert re.match(r"valid \(\d+ rows?\) split off", mixed("iron.jsonl: 1\ngold: 1\n")[0])
-    write("gold/valid.jsonl", 9)
-    for text, error in (
-        ("iron.jsonl: 1\ngold: 1\n", "different splits"), ("- a\n", "cannot be read"), ("../a: 1\n", "cannot be read"),
-        ("none.jsonl: 1\n", "does not exist"), ("iron.jsonl: 0\n", "cannot be read"), ("a: [", "mix.yaml is not valid"),
-        ("iron.jsonl: 1\ngold/train.jsonl: 0.001\n", "no training row"), ("iron.jsonl: .inf\n", "cannot be read"),
-        ("gold: 1\ngold/train.jsonl: 1\n", "different splits|reads a file twice"),
-    ):  # fmt: skip
-        with pytest.raises((DataError, ConfigError), match=error):
-            mixed(text)
