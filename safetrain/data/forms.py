@@ -32,7 +32,6 @@ Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
 ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # keys not in ASKING: questions only if an answer is there
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
-PAIR = {"prompt": ASKING, "completion": ANSWERS}
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
@@ -84,15 +83,11 @@ def checked_columns(columns: object) -> Columns | None:
     return checked
 
 
-def _look_at(*ways: Columns) -> str:
-    """The remedy: settings with which the row can be read, for params.yaml or the command line."""
-    lines = [
-        "leave these rows out (--fix OUT.jsonl --drop-bad), or for all rows, set in params.yaml or in the command:"
-    ]
-    for columns in ways:
-        keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
-        lines.append(f"{'':12}'data.columns={{{keys}}}'")
-    return "\n".join(lines)
+def _look_at(columns: Columns) -> str:
+    """The remedy: a setting with which the row can be read, for params.yaml or the command line."""
+    keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
+    do = "leave these rows out (--fix OUT.jsonl --drop-bad), or for all rows, set in params.yaml or in the command:"
+    return f"{do}\n{'':12}'data.columns={{{keys}}}'"
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
@@ -181,7 +176,9 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         tools = "tools" if value.get("tools") else "functions"  # OpenAI's older name
         parts: dict[str, str | None] = {"messages": lists[0], "tools": tools, "system": system}
     elif question and answer:
-        _refuse_choices(value, question, answer)
+        if choices := [key for key in ("choices", "options") if value.get(key)]:
+            do = f"write the choices into {question}, the text of the right one into {answer}, and remove this key"
+            raise RowError(f"{choices[0]}: multiple choice is not read", do=do)
         parts = {"prompt": question, "input": _first(value, contexts, str | None), "completion": answer}
         parts |= {"history": "history", "system": system, "tools": "tools"}
     elif isinstance(value.get("text"), str):
@@ -192,17 +189,6 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
     columns = {part: key for part, key in parts.items() if key and (part not in optional or value.get(key))}
     _refuse_two_ways(value, columns)
     return columns
-
-
-def _refuse_choices(value: dict[str, Any], question: str, answer: str) -> None:
-    """Raise RowError if the answer is the number or letter of a choice that the question does not contain."""
-    name = str(value[answer]).strip()
-    given = value.get("choices") or value.get("options") or value.get(name)
-    choices = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
-    is_in_prompt = value[answer] in choices or all(str(choice) in str(value[question]) for choice in choices)
-    if given and len(name) == 1 and not is_in_prompt:
-        do = f"write the choices into {question}, and the text of the right one into {answer}"
-        raise RowError(f"{answer} is the number or letter of a choice, and the prompt has no choices", do=do)
 
 
 def _pair_columns(value: dict[str, Any]) -> Columns:
@@ -240,48 +226,38 @@ def _contents(item: object) -> list[str]:
     return [_plain(turn.get("content", turn.get("value"))) for turn in turns if isinstance(turn, dict)]
 
 
-def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
+def _refuse_two_ways(value: dict[str, Any], columns: Columns) -> None:
     """Raise RowError if other keys hold questions, answers or turns that ``columns`` do not read."""
-    used, turns = {*columns.values(), "history"}, columns.get("messages")
+    used, is_chat = {*columns.values(), "history"}, "messages" in columns
     texts = [text for key in columns.values() for text in _contents(value[key])]
-    others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in used and _plain(value[key])]
+    others = [key for key in (*ASKING, *ANSWERS, "text") if key not in used and _plain(value.get(key))]
     new = [key for key in others if not any(_plain(value[key]) in text for text in texts)]
-    if any(texts):  # a text that contains all others repeats the row, as in Alpaca
+    answers = {key for key in others if key in ANSWERS}
+    if is_chat and not (answers and answers <= set(new)):
+        new = []  # they describe the chat
+    elif any(texts):  # a text that contains all others repeats the row, as in Alpaca
         new = [key for key in new if key in ANSWERS or not all(text in _plain(value[key]) for text in texts)]
-    lists = [key for key in _turn_lists(value) if key not in used and not set(_contents(value[key])) <= set(texts)]
-    ways = [{"messages": key} for key in lists]
-    questions, answers = ([key for key in others if key in names] for names in (ASKING, ANSWERS))
-    if turns is None:
-        ways += [{**columns, part: key} for part, keys in PAIR.items() for key in keys if key in new]
-        ways += [{"text": "text"}] if "text" in new else []
-    elif answers and any(keys and set(keys) <= set(new) for keys in (questions, answers)):
-        ways.append({"prompt": questions[0] if questions else turns, "completion": answers[0]})
-    if ways:
-        raise RowError(f"the row can be read in two ways ({names_of(value)})", do=_look_at(columns, *ways))
+    new += [key for key in _turn_lists(value) if key not in used and not set(_contents(value[key])) <= set(texts)]
+    if new:
+        message = f"the row can be read in two ways: by {names_of(columns.values())}, or with {names_of(new)}"
+        raise RowError(message, do=_look_at(columns))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:
     """The error for a row of unknown form, with a data.columns setting that may fit."""
-    for key, item in value.items():
-        first = item[0] if isinstance(item, list) and item else None
-        if key not in KNOWN_KEYS and isinstance(first, dict) and first.keys() & KNOWN_KEYS:
-            message = f"the file is one object, with its rows under the key '{shown(key)}'"
-            return RowError(message, do="write only that list, or JSON lines with one row on each line")
     questions, answers = ([key for key in names if key in value] for names in (ASKING, (*ANSWERS, "answers")))
     for key in (questions[0], answers[0]) if questions and answers else ("text",):
         if not isinstance(value.get(key, ""), str):
             return RowError(f"{key} must be a string, not {kind(value[key])}")
+    message = f"unknown keys ({names_of(value)}); expected one of: {FORMATS}"
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
-        return RowError(f"unknown keys ({names_of(value)})", do=HEADER)
-    if questions and not answers and set(value) <= {*QUESTIONS, *CONTEXTS, "category", "task", "id", "system", "tools"}:
-        return RowError(f"{questions[0]} has no answer next to it: expected a key like {', '.join(ANSWERS[:4])}")
+        return RowError(message, do=HEADER)
     texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
     best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
     chats = [key for key in texts if turns_in(value[key])]
     guess = {"messages": chats[0]} if chats else dict(zip(parts, sorted(best, key=texts.index), strict=False))
-    message = f"unknown keys ({names_of(value)}); expected one of: {FORMATS}"
-    return RowError(message, do=_look_at(guess) if guess else AS_OBJECTS)
+    return RowError(message, do=_look_at(guess) if guess and best != questions else AS_OBJECTS)
 
 
 # Making rows of parts

@@ -229,25 +229,22 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
 # Two ways
 
 
-@pytest.mark.parametrize(("value", "ways"), [
-    ({"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
-     ["prompt: problem, completion: answer", "prompt: problem, completion: solution"]),
-    ({"instruction": "q", "input": "", "output": "a", "text": "something else"},
-     ["prompt: instruction, input: input, completion: output", "text: text"]),
-    ({"messages": EARLIER, "question": "q", "answer": "a"},
-     ["messages: messages", "prompt: question, completion: answer"]),
-    ({"question": "q", "context": EARLIER, "answer": "a"},
-     ["messages: context", "prompt: question, completion: answer"]),
+@pytest.mark.parametrize(("value", "keys", "setting"), [
+    ({"problem": "q", "solution": "s", "answer": 4, "source": "a contest"}, "problem, answer, or with solution",
+     "prompt: problem, completion: answer"),
+    ({"instruction": "q", "input": "", "output": "a", "text": "something else"}, "output, or with text",
+     "prompt: instruction, input: input, completion: output"),
+    ({"messages": EARLIER, "question": "q", "answer": "a"}, "messages, or with question, answer", "messages: messages"),
+    ({"question": "q", "context": EARLIER, "answer": "a"}, "context, or with question, answer", "messages: context"),
     ({"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
-     ["prompt: prompt, completion: completion", "prompt: question, completion: completion"]),
+     "completion, or with question", "prompt: prompt, completion: completion"),
 ])  # fmt: skip
-def test_a_row_that_can_be_read_in_two_ways_names_the_settings(value: dict[str, Any], ways: list[str]) -> None:
-    with pytest.raises(RowError, match="can be read in two ways") as caught:
+def test_a_row_that_can_be_read_in_two_ways_is_refused(value: dict[str, Any], keys: str, setting: str) -> None:
+    with pytest.raises(RowError, match=f"in two ways: by .*{keys}") as caught:
         parse_row(value)
-    assert settings_in(caught.value) == [f"{{{way}}}" for way in ways]
-    for way in ways:
-        columns = dict(part.split(": ") for part in way.split(", "))
-        assert parse_row(value, checked_columns(columns)).format in ("chat", "completions", "text")
+    assert settings_in(caught.value) == [f"{{{setting}}}"]
+    columns = dict(part.split(": ") for part in setting.split(", "))
+    assert parse_row(value, checked_columns(columns)).format in ("chat", "completions", "text")
 
 
 @pytest.mark.parametrize(("value", "ignored"), [
