@@ -13,7 +13,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +34,6 @@ TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
 BATCH_ROWS = 256  # rows to read from Parquet at a time
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
@@ -43,9 +41,7 @@ BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a binary file that BINARY does not name
 SEPARATORS = (",", "\t", ";")
-SEPARATOR_LINE = "sep="  # with one character, the first line of a table from Excel
 NAME = re.compile(r"\w[\w.\-/ ]*")
-OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # text before an array's first value
 AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]\s*\Z))")  # text after each value
 TEXT_END = "<|endoftext|>"  # a line with only this separates the documents in plain text
@@ -70,9 +66,6 @@ def _rows(path: Path) -> Iterator[Placed]:
         return _columnar_rows(path, head)
     start = head.decode(encoding, errors="replace").lstrip()
     first, _, rest = start.partition("\n")
-    if OF_TURNS.match(start):
-        what = "The rows are lists of messages without a key."
-        raise DataError(what, where=f"{path}:1", got=shown(first), do=AS_OBJECTS)
     if start.startswith("{") and rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
         what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
         raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH)
@@ -105,7 +98,7 @@ def _texts(path: Path) -> Iterator[Placed]:
 
 def _start(path: Path) -> tuple[bytes, str]:
     """A file's first bytes, decompressed, and its encoding ("" for Parquet and Arrow); raises DataError if not text."""
-    with _opened(path) as (_, stream):
+    with _opened(path) as stream:
         head = stream.read(HEAD_BYTES)
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         return head, ""
@@ -123,8 +116,6 @@ def _start(path: Path) -> tuple[bytes, str]:
 
 def _separator(start: str, first: str, path: Path) -> str:
     """Find the separator of a table in its header; empty for JSON lines. Raises DataError if the file is neither."""
-    if first.startswith(SEPARATOR_LINE) and len(first) == len(SEPARATOR_LINE) + 1:
-        return first[-1]
     is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes)
     scores = {}
     for separator in SEPARATORS:
@@ -144,8 +135,8 @@ def _separator(start: str, first: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and a stream of its decompressed bytes; raises DataError if it is missing or cannot be read."""
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file as a stream of its decompressed bytes; raises DataError if it is missing or cannot be read."""
     if not path.is_file():
         what = "The data file does not exist, or is not a regular file."
         raise DataError(what, where=str(path), do="correct data.path in params.yaml")
@@ -156,9 +147,9 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 import pyarrow
 
                 stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packing)
-                yield file, io.BufferedReader(stream)
+                yield io.BufferedReader(stream)
             else:
-                yield file, file
+                yield file
     except OSError as error:
         do = "copy or download it again, or export it again"
         raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
@@ -166,15 +157,10 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
     """Yield each line with its line end; with ``in_pieces``, split lines longer than 16 MiB. Raises DataError."""
-    number, size = 1, 0
+    number = 1
     try:
-        with _opened(path) as (file, stream), io.TextIOWrapper(stream, encoding, newline="\n") as text:
+        with _opened(path) as stream, io.TextIOWrapper(stream, encoding, newline="\n") as text:
             while line := text.readline(MOST_ROW_BYTES + 1):
-                size += len(line)
-                if stream is not file and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
-                    what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
-                    do = "do not use it; if it is yours, decompress it and use the result"
-                    raise DataError(what, where=str(path), do=do)
                 if len(line) > MOST_ROW_BYTES and not in_pieces:
                     what, where = f"The data cannot be read: {TOO_LONG}.", f"{path}:{number}"
                     raise DataError(what, where=where, do=f"split it, or {ONE_LINE_EACH}")
@@ -238,7 +224,7 @@ def _table_rows(lines: Iterable[str], separator: str, path: Path) -> Iterator[Pl
     try:
         for cells in reader:
             begin, line = line, reader.line_num + 1
-            if not any(map(str.strip, cells)) or (not names and cells[0] == SEPARATOR_LINE):
+            if not any(map(str.strip, cells)):
                 continue
             if names:
                 row += 1
@@ -326,7 +312,7 @@ def _value_of(cell: Any, column: str) -> object:
 
 
 def _plain_value(cell: Any) -> object:
-    """Convert a scalar that has no parts. JSON lacks times, so they become text; bytes are UTF-8 text or null."""
+    """Convert a scalar that has no parts. Times and decimals become text; bytes are UTF-8 text or null."""
     try:
         value = cell.as_py()
     except (ValueError, OverflowError):  # Python's times lack nanoseconds and most years
@@ -336,9 +322,6 @@ def _plain_value(cell: Any) -> object:
             return value.decode()
         except UnicodeDecodeError:  # an image, or text in another encoding: no value
             return None
-    if isinstance(value, Decimal):
-        number = int(value) if value == value.to_integral_value() else float(value)
-        return number if Decimal(str(number)) == value else str(value)
     if isinstance(value, float) and cell.type.bit_width < 64:
         return float(str(np.float32(value)))  # 0.1, not 0.10000000149011612
     return value if isinstance(value, str | int | float) else str(value)

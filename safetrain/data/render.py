@@ -22,7 +22,7 @@ from safetrain.core.data.tokenizer import (
     skeleton_of,
 )
 from safetrain.data.masks import Chat, Placeholder, Turn, TurnFinder, align, chat_of, mark, written_by
-from safetrain.data.rows import Message, Row, RowError
+from safetrain.data.rows import DEEP, Message, Row, RowError
 
 KEPT = 4096  # layouts in the cache
 NOTHING_WRITTEN = "the chat template leaves out every answer"
@@ -120,6 +120,8 @@ class Renderer:
         tools = json.loads(row.tools) if row.tools else None
         try:
             placed = self._place(row, tools)
+        except RecursionError:
+            raise RowError(DEEP) from None
         except TemplateError as error:
             hint = " (the data is not at fault)" if error.is_broken else _hint(row, str(error))
             raise RowError(f"{error}{hint}", id="TEMPLATE-REFUSES") from error

@@ -28,7 +28,6 @@ TOOL = '{"type": "function", "function": {"name": …, "description": …, "para
 MOST_SHOWN, MOST_NAMES = 60, 12  # characters of a value, and keys, in an error
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
          type(None): "null or an empty cell"}  # fmt: skip
-MOST_DEEP = 300
 WHITE = " \t\r\n"
 PAIRS = "pairs"  # the format of preference data
 DEEP = "brackets are nested hundreds of levels deep"
@@ -67,11 +66,9 @@ def value_at(text: str, start: int) -> tuple[object, int]:
     Raises JSONDecodeError if the text is not JSON or the value is incomplete, ValueError, RecursionError.
     """
     try:
-        value, end = _STRICT.raw_decode(text, start)
+        return _STRICT.raw_decode(text, start)
     except RowError as error:
         return error, json.JSONDecoder().raw_decode(text, start)[1]
-    brackets = text.count("[", start, end) + text.count("{", start, end)
-    return RowError(DEEP) if brackets > MOST_DEEP and _is_deep(value, MOST_DEEP) else value, end
 
 
 def load(text: str) -> object:
@@ -131,12 +128,6 @@ def names_of(keys: Collection[str]) -> str:
 def kind(value: object) -> str:
     """The JSON type of ``value`` in words, such as "a list"."""
     return KINDS.get(type(value), type(value).__name__)
-
-
-def _is_deep(value: object, most: int) -> bool:
-    """Whether lists and objects are nested more than ``most`` deep."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return most < 0 or any(_is_deep(part, most - 1) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +271,8 @@ def _is_trained(turn: dict[str, Any], role: str, place: str) -> bool:
     weights = {key: turn.pop(key) for key in (*WEIGHT_KEYS, *MASK_KEYS) if turn.get(key) not in (None, [])}
     for key, weight in weights.items():
         if weight not in (0, 1):
-            raise RowError(f"{place}.{key} is {shown(weight)}; expected 0 or 1: a turn is trained on as a whole")
+            got = f"the string '{shown(weight)}'" if isinstance(weight, str) else shown(weight)
+            raise RowError(f"{place}.{key} is {got}; expected 0 or 1: a turn is trained on as a whole")
     found = {bool(weight) != (key in MASK_KEYS) for key, weight in weights.items()}
     if len(found) > 1:
         raise RowError(f"{place}: {' and '.join(weights)} contradict each other on training: keep one")

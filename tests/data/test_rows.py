@@ -154,6 +154,7 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     (of(turn("user", "q"), turn("assistant", "a", weight=0)), "no assistant turn to train"),
     (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 or 1"),
     (of(turn("assistant", "a", loss=0.3)), "messages[0].loss is 0.3; expected 0 or 1"),
+    (of(turn("assistant", "a", train="false")), "messages[0].train is the string 'false'; expected 0 or 1"),
     (of(turn("assistant", "a", weight=1, train=False)), "messages[0]: weight and train contradict each other"),
     (of(turn("assistant", "a", train_detail=[{"begin_offset": 0}])), "train_detail is [{'begin_offset': 0}]; expected"),
     (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
