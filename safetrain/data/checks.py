@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from safetrain.core.data.tokenizer import Controls
-from safetrain.data.masks import END_OF_THINKING, REASONING_KEYS
-from safetrain.data.rows import Message, Row
+from safetrain.data.rows import Row
 
 MARKER = re.compile(  # not in quotation marks
     r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
@@ -95,8 +94,6 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
         yield "EMPTY-MESSAGE", ""
     if row.messages and row.messages[-1].role == "user":
         yield "ENDS-WITH-USER", ""
-    if row.rejected and _thinks(row.messages[-1]) != _thinks(row.rejected[-1]):
-        yield "PAIRS-THINKING", ""
     if not row.is_rejected and any(
         is_refusal(message.content) for message in row.messages if message.role == "assistant"
     ):
@@ -104,11 +101,6 @@ def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
     answers = [message.content for message in row.messages if message.role == "assistant"]
     for detail in () if row.is_rejected else personal_data("\n\n".join([row.text, *answers])):
         yield "PERSONAL-DATA", detail
-
-
-def _thinks(answer: Message) -> bool:
-    """Whether an answer has thinking, in its content or under a separate key."""
-    return END_OF_THINKING.search(answer.content) is not None or any(key in answer.details for key in REASONING_KEYS)
 
 
 def foreign_markers(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ftfy import fix_encoding
 
@@ -84,7 +84,7 @@ def refuse_idle(options: Mapping[str, object], when: str) -> None:
 
 
 def _as_json(validation: Validation) -> str:
-    """The sampled rows and all findings with their places, as one JSON object."""
+    """The sampled rows and all findings, as one JSON object."""
     rows = [
         {
             "where": row.spot.text(),
@@ -94,18 +94,8 @@ def _as_json(validation: Validation) -> str:
         }
         for row in validation.rows
     ]
-    findings = [
-        {**asdict(finding), "places": [_place_as_json(spot) for spot in spots]}
-        for finding, spots in validation.found.items()
-    ]
+    findings = list(map(asdict, validation.findings))
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
-
-
-def _place_as_json(spot: Spot) -> dict[str, Any]:
-    value: dict[str, Any] = {"file": spot.file}
-    if any(spot.place):
-        value |= {"line": spot.place.line, **({"row": spot.place.row} if spot.place.row else {})}
-    return value if spot.beside is None else {**value, "beside": _place_as_json(spot.beside)}
 
 
 def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:

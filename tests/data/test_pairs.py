@@ -131,7 +131,7 @@ def test_what_makes_a_pair_useless_is_found_at_its_line(write_jsonl: Write, tmp_
     rows = [
         *pairs(40), pair("Same?", "Yes.", "Yes."), pair("Long?", "so " * 600 + "yes", "so " * 600 + "no"),
         pair("What is number 7?", "It is not 7, or so they say.", "It is 7."), pairs(1)[0],
-        pair("Think?", "<think>Well.</think>Yes.", "No."), pair("Rude?", "Yes.", "I'm sorry, but I can't assist."),
+        pair("Rude?", "Yes.", "I'm sorry, but I can't assist."),
         pair("word " * 600, "a", "b"),
     ]  # fmt: skip
     path = write_jsonl("a.jsonl", rows)
@@ -143,8 +143,7 @@ def test_what_makes_a_pair_useless_is_found_at_its_line(write_jsonl: Write, tmp_
     others = by_id(findings)
     assert others["PAIRS-OPPOSED"].where == (f"{path}:43 matches {path}:8",)
     assert others["REPEATED-ROWS"].where == (f"{path}:44 matches {path}:1",)
-    assert others["PAIRS-THINKING"].where == (f"{path}:45",)
-    assert others["NO-LABELS"].where == (f"{path}:47",)
+    assert others["NO-LABELS"].where == (f"{path}:46",)
     assert not {"REFUSALS", "PAIRS-LENGTH"} & set(others)
     with pytest.raises(DataError, match="NO-PREFERENCE"):
         gate(path, tmp_path)
