@@ -51,9 +51,8 @@ FORMATS = (
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")  # in Anthropic's preference data
-JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions", "rejected_messages",
-             "preferred_output", "non_preferred_output")  # fmt: skip
-WORSE = ("non_preferred_output", "rejected_messages", "rejected_response")  # keys of the worse answer in other formats
+JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+OTHER_PAIRS = ("preferred_output", "non_preferred_output", "rejected_messages", "rejected_response")  # OpenAI, ms-swift
 EMPTY: tuple[object, ...] = (None, "", [], {})
 AS_PAIR = "write a better and a worse answer to the same prompt as chosen and rejected"
 CLASSES = f"keep the good rows without this key; for pairs, {AS_PAIR}; "
@@ -61,6 +60,7 @@ CLASSES += "to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
     **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
+    **dict.fromkeys(OTHER_PAIRS, f"pairs of OpenAI's and ms-swift's form are not read; {AS_PAIR}"),
     "input_ids": "token ids are not supported; give the texts",
     "weight": "rows cannot be weighted; remove this key (an assistant message with weight: 0 is not trained on)",
 }
@@ -99,8 +99,6 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
     value = _decoded(value, columns)
-    if columns is None and any(value.get(key) not in EMPTY for key in (*WORSE, "preferred_output")):
-        return _other_pair(value)
     if columns is None and len(value) == 1 and "messages" in value:
         return _row_of(value, {})
     keys = columns or _usual_columns(value)
@@ -109,27 +107,6 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     ignored = sorted(shown(key) for key, item in value.items() if key not in used and item not in EMPTY)
     renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
     return replace(row, ignored_keys=tuple(ignored), taken=renamed)
-
-
-def _other_pair(value: dict[str, Any]) -> Row:
-    """Read a pair of OpenAI's, or of ms-swift's: a row with a second, worse answer. Raises RowError."""
-    rest, worse = {**value}, next((key for key in WORSE if value.get(key) not in EMPTY), WORSE[0])
-    rest["rejected"] = rest.pop(worse, None)
-    turns = next((key for key in ("messages", "conversations", "conversation") if value.get(key)), "messages")
-    if "preferred_output" in rest:
-        given = decoded(rest.pop("input", None), "input")
-        rest |= {key: item for key, item in given.items() if item} if isinstance(given, dict) else {}
-        rest |= {"prompt": rest.pop("messages", None), "chosen": rest.pop("preferred_output")}
-    elif worse == "rejected_messages":
-        rest["chosen"] = rest.pop(turns, None)
-    elif isinstance(value.get(turns), list):
-        rest |= {"prompt": value[turns][:-1], "chosen": rest.pop(turns)[-1:]}
-    else:
-        rest["chosen"] = rest.pop(_first(value, ("chosen_response", *ANSWERS), str) or worse, None)
-    if rest["chosen"] in EMPTY or rest["rejected"] in EMPTY or rest.get("prompt", "") in (None, []):
-        raise RowError(f"{worse} is half of a pair, and the rest is missing ({names_of(value)})", do=AS_PAIR)
-    row = parse_row(rest)
-    return replace(row, taken=", ".join(filter(None, [f"{worse} -> rejected", row.taken])))
 
 
 def _decoded(value: dict[str, Any], columns: Columns | None) -> dict[str, Any]:

@@ -81,8 +81,6 @@ def test_columns_name_the_parts_of_a_pair() -> None:
     ({"chosen": turns("q", "a", "more"), "rejected": turns("q", "b")}, "are not two answers to the same prompt"),
     ({"prompt": "x", "chosen": turns("q", "a"), "rejected": turns("q", "b")}, "prompt is not in the messages"),
     ({"prompt": "q", "completion": "a", "label": True}, "for pairs, write a better and a worse answer"),
-    ({"messages": turns("q"), "rejected_response": "b"}, "is half of a pair, and the rest is missing"),
-    ({"input": {"messages": turns("q")}, "preferred_output": turns("q", "a")[1:]}, "is half of a pair"),
     ({**SKY, "images": ["1.jpg"]}, "only text can be trained on"),
 ])  # fmt: skip
 def test_what_is_not_a_pair_is_refused(value: object, says: str) -> None:
