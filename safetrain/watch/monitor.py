@@ -6,9 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -40,15 +38,8 @@ class State(enum.Enum):
 
     NOTHING = "no training"
     STAGE = "no training now"  # another stage of the pipeline runs
-    STARTING = "starting"
-    LOADING = "loading"
     TRAINING = "training"
-    EVALUATING = "evaluating"
-    SAVING = "saving"
-    WAITING = "waiting for the disk"
-    VERIFYING = "checking the adapter"
     PAUSED = "paused"
-    ENDING = "ending"  # the process is gone, its supervisor finds out why
     FINISHED = "finished"
     STOPPED = "stopped"  # on request, and saved
     DIED = "died"
@@ -58,19 +49,7 @@ class State(enum.Enum):
     @property
     def is_running(self) -> bool:
         """Whether training, or the pipeline before or after it, is running."""
-        return self not in ENDED
-
-
-ENDED = (State.NOTHING, State.FINISHED, State.STOPPED, State.DIED, State.GONE, State.LEFT)
-STANDING_STILL = (State.STAGE, State.PAUSED, State.ENDING)  # states without an estimate of the time left
-RUNNING_STATES = {
-    Phase.EVALUATE: State.EVALUATING,
-    Phase.SAVE: State.SAVING,
-    Phase.WAIT: State.WAITING,
-    Phase.VERIFY: State.VERIFYING,
-    Phase.FINISH: State.SAVING,
-    **dict.fromkeys((Phase.START, Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME), State.LOADING),
-}
+        return self in (State.STAGE, State.TRAINING, State.PAUSED)
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,6 @@ class MonitorView:
     run: Run
     state: State
     stage: str  # stage of the pipeline that runs instead of training
-    phase: dict[str, Any] | None  # from phase_of
     left_seconds: float | None
     available_bytes: int  # on the machine
 
@@ -121,15 +99,20 @@ def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
     """Return what the monitor shows of a run. ``stage``: from running_stage; ``available_bytes``: free memory."""
     state = state_of(run, stage)
     is_before = state is State.STAGE and stage in BEFORE_TRAINING
-    if is_before or state is State.STARTING:  # the recorder still has an earlier process
+    if is_before or is_starting(run):
         run = replace(run, flight=(), header=None)
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]
     if is_before or (marks and isinstance(marks[-1], Started)):  # so do the metrics
         run = replace(run, steps=(), journal=() if is_before else since_start(run.journal))
-    makes_steps = state.is_running and state not in STANDING_STILL
-    left = time_left(run.journal, run.read_at_monotonic_seconds) if makes_steps else None
-    phase = phase_of(run) if run.flight and state is not State.STAGE else None
-    return MonitorView(run, state, stage, phase, left, available_bytes)
+    left = time_left(run.journal, run.read_at_monotonic_seconds) if state is State.TRAINING else None
+    return MonitorView(run, state, stage, left, available_bytes)
+
+
+def is_starting(run: Run) -> bool:
+    """Whether the recorder still has an earlier process than the one that is running."""
+    if run.marker is None or not run.is_running:
+        return False
+    return run.header is None or not run.flight or run.header.started_seconds < run.marker.started_seconds
 
 
 def running_stage(project: Path) -> str:
@@ -149,24 +132,6 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
     last = valid[-1] if valid else (None, None)
     return {"train": train[-1][1] if train else None, "valid": last[1], "valid_step": last[0], "best": best[1],
             "best_step": best[0], "base": valid[0][1] if valid and not valid[0][0] else None}  # fmt: skip
-
-
-def pairs_of(steps: Sequence[StepRecord]) -> StepRecord | None:
-    """The newest record of a validation on pairs; None without one."""
-    return next((record for record in reversed(steps) if record.valid_accuracy is not None), None)
-
-
-def memory_of(run: Run) -> dict[str, int]:
-    """Memory sizes in bytes, 0 if unknown; ``process_bytes`` is measured on rank 0."""
-    last, limit = run.flight[-1] if run.flight else None, run.marker or run.postmortem
-    peaks = [record.peak_bytes for record in run.flight]
-    return {
-        "mlx_peak_bytes": max([*peaks, *(record.peak_memory_bytes for record in run.steps[-1:])], default=0),
-        "predicted_peak_bytes": max((record.predicted_peak_bytes for record in run.flight), default=0),
-        "mlx_budget_bytes": run.job.memory_budget.mlx_bytes if run.job else 0,
-        "process_bytes": run.worker_footprint_bytes or (last.footprint_bytes if last else 0),
-        "process_limit_bytes": limit.limit_bytes if limit else 0,
-    }
 
 
 def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
@@ -201,8 +166,7 @@ def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
 def state_of(run: Run, stage: str = "") -> State:
     """The state to show: a run in progress, else another stage in progress, else how the last training run ended."""
     if run.marker is not None and run.is_running:
-        is_new = run.header is not None and run.header.started_seconds >= run.marker.started_seconds
-        return _running_state(run) if is_new and run.flight else State.STARTING
+        return State.PAUSED if run.worker_lives and run.worker_is_stopped and not is_starting(run) else State.TRAINING
     if stage:
         return State.STAGE
     has_ended = any(isinstance(entry.event, Finished) for entry in since_start(run.journal))
@@ -216,36 +180,7 @@ def state_of(run: Run, stage: str = "") -> State:
     return State.LEFT if run.flight or run.steps or run.state is not None else State.NOTHING
 
 
-def _running_state(run: Run) -> State:
-    if not run.worker_lives:
-        return State.ENDING
-    if run.worker_is_stopped:
-        return State.PAUSED
-    phase = run.flight[-1].phase
-    if phase is Phase.LOAD_MODEL and any(record.phase is Phase.VERIFY for record in run.flight):
-        return State.VERIFYING  # which loads the base again
-    return RUNNING_STATES.get(phase, State.TRAINING)
-
-
 def since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
     """Return the entries of the newest training process."""
     starts = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
     return journal[starts[-1] :] if starts else journal
-
-
-def phase_of(run: Run) -> dict[str, Any]:
-    """Describe the newest phase, over all its micro-batches: its work, its time, and the longest time so far.
-
-    ``age_seconds``: time since it began, None if it has ended; ``longest_seconds``: None the first time.
-    """
-    last = run.flight[-1]
-    starts = [next(records) for _, records in groupby(run.flight, lambda record: (record.phase, record.work.step))]
-    pairs = [(before, after) for before, after in pairwise(starts) if before.phase is last.phase]
-    earlier = [after.monotonic_seconds - before.monotonic_seconds for before, after in pairs]
-    age = run.read_at_monotonic_seconds - starts[-1].monotonic_seconds
-    return {
-        "label": last.phase_label,
-        **{name: getattr(last.work, name) for name in ("step", "micro_batch", "rows", "tokens")},
-        "age_seconds": max(0.0, age) if run.is_running and run.worker_lives else None,
-        "longest_seconds": max(earlier, default=None),
-    }

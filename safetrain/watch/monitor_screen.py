@@ -1,8 +1,5 @@
 """The monitor's screen: words and curves that rich lays out for a terminal of any size, or a plain line."""
 
-from typing import Any
-
-import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
@@ -10,19 +7,18 @@ from rich.table import Table
 from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import describe_pairs
 from safetrain.core.records.run_state import describe_rows
+from safetrain.core.run_folder import Run
 from safetrain.watch.charts import Points, points_of, smoothed
-from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, memory_of, pairs_of, speed_of
+from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, speed_of
 from safetrain.watch.progress import clock_text, time_left_text
 
-LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
-EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
-MARK = "◆"  # a validation
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: 4 rows of 2
-MARK_STYLE = "bold magenta"
+CURVE_CELLS, BLOCKS = 32, "▁▂▃▄▅▆▇█"
 LOOK, WRONG = "look: ", "!! "  # in front of what needs attention
-BAD = (State.DIED, State.GONE, State.ENDING)
+PHASES = {Phase.WAIT: "waiting for room on the disk", Phase.VERIFY: "checking the adapter"}  # where the name is no word
+BAD = (State.DIED, State.GONE)
 LOSSES = {
     "train": "train {train:.4f}",
     "valid": "valid {valid:.4f}",
@@ -47,10 +43,11 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     verdict = describe_rows(view.verdict) if view.verdict is not None else []
     rows += [*verdict[:1], ("next", view.next_command), *verdict[1:]]
     rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))
-    if view.phase is not None and not verdict and view.state is not State.FINISHED:
-        rows.append(("doing" if view.state.is_running else "last", _phase_text(view.phase)))
+    if run.flight and not verdict and view.state not in (State.FINISHED, State.STAGE):
+        rows.append(("doing" if view.state.is_running else "last", _phase_text(run)))
     rows.append(("loss", _numbers(LOSSES, losses_of(run.steps))))
-    rows.append(("pairs", ", ".join(describe_pairs(pairs_of(run.steps)))))
+    pairs = next((record for record in reversed(run.steps) if record.valid_accuracy is not None), None)
+    rows.append(("pairs", ", ".join(describe_pairs(pairs))))
     if not verdict:
         rows.append(("speed", _numbers(SPEEDS, speed_of(run.steps)) if view.state.is_running else ""))
         rows += _memory_rows(view)
@@ -63,12 +60,13 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     return [(name, printable(text)) for name, text in rows if text]
 
 
-def _phase_text(phase: dict[str, Any]) -> str:
-    text = phase["label"] + (f" of step {phase['step']}" if phase["step"] else "")
-    text += f" for {duration_text(phase['age_seconds'])}" if phase["age_seconds"] is not None else ""
-    text += f" (longest {duration_text(phase['longest_seconds'])})" if phase["longest_seconds"] is not None else ""
-    text += f", micro-batch {phase['micro_batch']}" if phase["micro_batch"] else ""
-    return text + (f", {counted(phase['rows'], 'row')}, {counted(phase['tokens'], 'token')}" if phase["rows"] else "")
+def _phase_text(run: Run) -> str:
+    last = run.flight[-1]
+    text = PHASES.get(last.phase, last.phase_label) + (f" of step {last.work.step}" if last.work.step else "")
+    if run.is_running and run.worker_lives:
+        text += f" for {duration_text(max(0.0, run.read_at_monotonic_seconds - last.monotonic_seconds))}"
+    rows, tokens = last.work.rows, last.work.tokens
+    return text + (f", {counted(rows, 'row')}, {counted(tokens, 'token')}" if rows else "")
 
 
 def _numbers(forms: dict[str, str], numbers: dict[str, float | None]) -> str:
@@ -77,13 +75,17 @@ def _numbers(forms: dict[str, str], numbers: dict[str, float | None]) -> str:
 
 
 def _memory_rows(view: MonitorView) -> list[tuple[str, str]]:
-    memory, job, marker = memory_of(view.run), view.run.job, view.run.marker
-    used, limit = memory["process_bytes"], memory["process_limit_bytes"]
+    run, job, marker = view.run, view.run.job, view.run.marker
+    used = run.worker_footprint_bytes or max((record.footprint_bytes for record in run.flight[-1:]), default=0)
+    limit = marker.limit_bytes if marker is not None else 0
     process = _sign(used, limit) + (f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else "")
     process += size_text(used)
     process += f" of {size_text(limit)} ({marker.limit_name})" if marker is not None and limit else ""
     process += f"; machine: {size_text(view.available_bytes)} free" if view.available_bytes else ""
-    peak, predicted, budget = (memory[name] for name in ("mlx_peak_bytes", "predicted_peak_bytes", "mlx_budget_bytes"))
+    peaks = [record.peak_bytes for record in run.flight]
+    peak = max([*peaks, *(record.peak_memory_bytes for record in run.steps[-1:])], default=0)
+    predicted = max((record.predicted_peak_bytes for record in run.flight), default=0)
+    budget = job.memory_budget.mlx_bytes if job is not None else 0
     sign = _sign(peak, budget) or (LOOK if peak > 1.05 * predicted > 0 else "")
     mlx = f"{sign}peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
     return [("process", process if used else ""), ("mlx", mlx if peak else "")]
@@ -114,22 +116,18 @@ def plain_line(view: MonitorView) -> str:
 
 
 class MonitorScreen:
-    """Fills a terminal; braille characters draw the curve."""
+    """Fills a terminal."""
 
     def __init__(self, view: MonitorView) -> None:
         self._view = view
-        train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
-        self._train, self._valid = smoothed(train) or train, valid  # computed once, not for each frame
+        train = points_of(view.run.steps, "train_loss")
+        self._curve = curve_of(smoothed(train) or train)  # computed once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the rows first; the curve and the events get the lines that are left."""
+        """Draw the rows first; the events get the lines that are left."""
         height, free = options.height or console.height, options.update(height=None)
         lines = console.render_lines(self._head(options.max_width), free) + console.render_lines(self._rows(), free)
         spare, events = height - len(lines), events_of(self._view.run.journal)
-        plot = min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
-        if plot >= LEAST_PLOT:
-            lines += console.render_lines(plot_of(self._train, self._valid, options.max_width, plot), free)
-        spare = height - len(lines)
         if spare > 1 and events:
             lines += console.render_lines(self._events(events[1 - spare :]), free)
         for line in lines[:height]:
@@ -153,7 +151,7 @@ class MonitorScreen:
         table = Table.grid(padding=(0, 1))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, text in rows_of(self._view):
+        for name, text in [*rows_of(self._view), *([("curve", self._curve)] if self._curve else [])]:
             table.add_row(name, Text(text, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
 
@@ -164,31 +162,11 @@ class MonitorScreen:
         return lines
 
 
-def plot_of(curve: Points, marks: Points, width: int, height: int) -> Text:
-    """Draw a curve of braille characters, with ``marks`` on it; sizes in columns and lines. Empty for one point."""
-    columns, lines, points = width - LABEL_CELLS - 1, height - 2, np.array([*curve, *marks])
-    if columns < 8 or len(points) < 2:
-        return Text()
-    (first, low), (last, _) = points.min(axis=0), points.max(axis=0)
-    early = first + EARLY_SHARE * (last - first) if len(points) >= MANY_POINTS else first
-    high = points[points[:, 0] >= early, 1].max()
-    high = high if high > low else low + abs(low) / 10 + 1e-12
-
-    def lines_of(values: np.ndarray, count: int) -> list[int]:
-        return [round(share * (count - 1)) for share in np.clip((high - values) / (high - low), 0, 1)]
-
-    line = np.interp(np.linspace(first, last, 2 * columns), *np.array(curve or marks).T)
-    bits = np.zeros((lines, columns), np.int64)
-    for place, row in enumerate(lines_of(line, 4 * lines)):
-        bits[row // 4, place // 2] |= DOTS[row % 4][place % 2]
-    letters = np.where(bits, 0x2800 + bits, ord(" "))
-    for (step, _), row in zip(marks, lines_of(np.array([value for _, value in marks]), lines), strict=True):
-        letters[row, round((step - first) / max(1.0, last - first) * (columns - 1))] = ord(MARK)
-    text = Text.assemble(("loss", "bold"), f"  line: training, {MARK}: validation\n")
-    for row in range(lines):
-        is_labelled = row in (0, lines - 1) or (lines >= 7 and row == lines // 2)
-        label = f"{high - (high - low) * row / (lines - 1):.4g}" if is_labelled else ""
-        text.append(f"{label:>{LABEL_CELLS}} {''.join(map(chr, letters[row]))}\n")
-    text.highlight_words([MARK], MARK_STYLE)
-    axis = f"{' ' * LABEL_CELLS}└{first:.0f}"
-    return text.append(axis + f"{last:.0f}".rjust(width - len(axis), "─"))
+def curve_of(points: Points) -> str:
+    """Draw a curve as one line of block characters, from its lowest to its highest value; empty for one point."""
+    if len(points) < 2:
+        return ""
+    values = [points[len(points) * cell // CURVE_CELLS][1] for cell in range(CURVE_CELLS)]
+    low, high = min(values), max(values)
+    blocks = [BLOCKS[round((len(BLOCKS) - 1) * (value - low) / ((high - low) or 1))] for value in values]
+    return f"{''.join(blocks)} training loss, {low:.4g} to {high:.4g}"
