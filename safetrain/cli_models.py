@@ -352,8 +352,8 @@ def chat(
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
 
-    Ctrl-C stops an answer, and Ctrl-D ends the chat. Its commands are /system TEXT, /reset, /help and /exit. In a pipe,
-    each line is a question, and stdout has only answers.
+    Ctrl-C stops an answer, and Ctrl-D ends the chat. Its commands are /reset and /exit. In a pipe, each line is a
+    question, and stdout has only answers.
     """
     from safetrain.engine.cpu.blas import load_fast_blas
 

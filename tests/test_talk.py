@@ -132,12 +132,11 @@ def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(
 def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
     prompt_format = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)  # moved further, it heeds no system prompt
     write_record(prompt_format / CHAT_FILE, PromptFormat((0, 7), "", "", "Answer in Portuguese."))
-    said = run("chat", "--adapter", str(prompt_format), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
+    said = run("chat", "--adapter", str(prompt_format), lines=QUESTION)
     with_it = expected(prompt_format, QUESTION, system="Answer in Portuguese.")
-    assert said.out.splitlines()[:1] == with_it
+    assert said.out.splitlines() == with_it
     assert with_it != expected(prompt_format, QUESTION)
     assert "[system prompt shared by all training rows: Answer in Portuguese.]" in said.err
-    assert r"[system prompt: \x1b[31mBe brief.]" in said.err
     assert run("ask", QUESTION, "--adapter", str(prompt_format)).out.splitlines() == with_it
     none = run("chat", "--system", "", "--adapter", str(prompt_format), lines=QUESTION)
     assert (none.out.splitlines(), none.err) == (expected(prompt_format, QUESTION), "")
@@ -160,10 +159,8 @@ def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: P
 def test_commands_are_no_questions_and_an_empty_or_cut_answer_is_called_so(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    helped = run("chat", "--adapter", str(adapter), lines="/help\n")
-    assert (helped.out, "/reset starts a new chat, /exit ends it]" in helped.err) == ("", True)
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
-    assert "Unknown command /sytem" in str(refused.exception)
+    assert "Unknown command /sytem. Ctrl-C stops an answer, /reset starts a new chat" in str(refused.exception)
     monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.answer", lambda *_: iter(()))
     monkeypatch.setattr("safetrain.engine.upstream.generation.Conversation.ended", "stop", raising=False)
     assert run("chat", "--adapter", str(adapter), lines=QUESTION).out == "(empty answer)\n"
@@ -268,12 +265,9 @@ def endless(tiny_model: Folder, tmp_path: Path) -> Path:
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(endless: Path, terminal: Callable[..., Terminal]) -> None:
     seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
-    seen.wait_for("Ctrl-C stops an answer;")
+    seen.wait_for("Ctrl-C stops an answer,")
     seen.wait_for("> ")
     seen.interrupt("[Ctrl-D or /exit ends the chat]")
-    seen.wait_for("> ")
-    seen.type("/help\r")
-    seen.wait_for("[Ctrl-C stops an answer; /system TEXT")
     seen.wait_for("> ")
     seen.type("/sytem You are brief.\r")
     seen.wait_for("[Unknown command /sytem.")

@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.signals import Terminated, handling
 
-HELP = "Ctrl-C stops an answer; /system TEXT sets the system prompt, /reset starts a new chat, /exit ends it"
+HELP = "Ctrl-C stops an answer, /reset starts a new chat, /exit ends it"
 REMARKS = {  # by how an answer ended
     "stopped": "stopped",
     "context": "the model's context is full. /reset begins a new chat",
@@ -55,17 +55,13 @@ class Chat:
             with suppress(ImportError):  # some builds of Python lack it: no arrow keys and earlier lines
                 import readline  # noqa: F401
         while (line := self._line()) is not None:
-            word, _, rest = line.strip().partition(" ")
+            word = line.strip().partition(" ")[0]
             if word == "/exit":
                 return
             if word == "/reset":
                 for side in self._sides:
                     side.messages.clear()
                 say("new chat")
-            elif word == "/system":
-                self._set_system(rest.strip())
-            elif word == "/help":
-                say(HELP)
             elif word[:1] == "/" and word[1:].isalpha():  # a path has a second slash
                 self._refuse(f"Unknown command {word}. {HELP}.")
             elif word:
@@ -82,10 +78,7 @@ class Chat:
 
     def _typed(self) -> str | None:
         try:
-            if sys.stdout.isatty():
-                return input("> ")
-            print("> ", end="", file=sys.stderr, flush=True)
-            return input()
+            return input("> ")
         except EOFError:
             print(file=sys.stderr)
             return None
@@ -101,17 +94,6 @@ class Chat:
         if not self._in_terminal:
             raise DataError(f"{text} This line gets no answer.", do="correct the line, or put /reset before it")
         say(text)
-
-    def _set_system(self, text: str) -> None:
-        try:
-            if text and not self._prompts.writes_system(text):
-                say("this model's chat template has no system prompt; nothing changed")
-                return
-        except ModelError as error:
-            say(f"{error.what} Nothing changed.")
-            return
-        self._system = text
-        say(f"system prompt: {text}" if text else "no system prompt")
 
     def _turn(self, question: str) -> None:
         """Ask every side that has room for the question."""
