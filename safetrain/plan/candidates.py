@@ -26,7 +26,7 @@ from safetrain.core.memory.estimate import (
     with_margin,
 )
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
-from safetrain.core.memory.terms import WIDTH_STEP, Setup, Shape, base_bytes, shards_at_once, shards_of, width_of
+from safetrain.core.memory.terms import WIDTH_STEP, Setup, Shape, base_bytes, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine
@@ -34,7 +34,6 @@ from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
-    DRY_RUN_TIMED_SECONDS,
     LargestUpdate,
     LoraSettings,
     MemoryTerm,
@@ -46,11 +45,11 @@ from safetrain.plan.pretraining import tokens_to_train, window_length, windows_p
 
 # Costs that order the candidates; dry runs decide between close ones. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, which is a third of the work of a step
-FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
-DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
+FIXED_TOKENS = {"cpu": 32, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
+DEQUANTIZING_TOKENS = 100  # cost of dequantizing the weights for one pass, in tokens' worth of work (on two cores)
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
-START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 0.5e9  # start of a process with mlx; loading of the base
+START_SECONDS, LOAD_BYTES_PER_SECOND = 4.0, 0.5e9  # start of a process with mlx, and timing; loading of the base
 FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
 ATTAINED = 0.5  # a training run's share of the speed of a large product (measured: benchmarks/bench_throughput)
 LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
@@ -185,19 +184,13 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
 
 def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
     """Return a function from truncation length and rows per step to the largest step; it computes each pair once."""
-    rows, rectangles = inputs.rows, in_rectangles(inputs.model, inputs.machine.backend)
-
-    @functools.cache
-    def cut(length: int) -> TrainingRows:
-        return rows.at_length(length, train.method)
+    rectangles = in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
-        shorter = cut(length)
-        epochs = 1 if train.method == PRETRAIN else epochs_for(len(shorter.train), rows_per_update, train)
-        return largest_update(
-            shorter.train, shorter.valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles
-        )
+        rows = inputs.rows.at_length(length, train.method)
+        epochs = 1 if train.method == PRETRAIN else epochs_for(len(rows.train), rows_per_update, train)
+        return largest_update(rows.train, rows.valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return largest
 
@@ -303,30 +296,26 @@ def places_of_base(question: PlannedTraining) -> list[bool]:
 
 def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     """Cost per token in a micro-batch of rows of mean length."""
-    mean_tokens, shape = min(fit.tokens, question.mean_tokens), fit.micro_batch
-    rows = max(1.0, min(shape.total / mean_tokens, fit.rows_per_update))
-    shards, usual_shards = (shards_at_once(count, on_cpu=fit.on_cpu) for count in (int(rows), ROWS_PER_UPDATE))
-    divided = DIVIDED_PAIRS_COST if fit.method in PAIRED and (fit.rows == 1 or fit.stream) else 1.0
-    if fit.method == PRETRAIN:  # windows can be split for all shards
-        shards = usual_shards = shards_of(fit, shape)
-    tokens = rows * mean_tokens / shards
-    dequantizing = (2 + fit.checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
-    work = (RECOMPUTED_COST if fit.checkpointing else 1.0) * tokens + dequantizing
-    return divided * (work + FIXED_TOKENS.get(fit.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
+    mean_tokens = min(fit.tokens, question.mean_tokens)
+    tokens = mean_tokens * max(1.0, min(fit.micro_batch.total / mean_tokens, fit.rows_per_update))
+    fixed = FIXED_TOKENS.get(fit.backend, 0)
+    fixed += (2 + fit.checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
+    cost = (RECOMPUTED_COST if fit.checkpointing else 1.0) + fixed / tokens
+    return cost * (DIVIDED_PAIRS_COST if fit.method in PAIRED and (fit.rows == 1 or fit.stream) else 1.0)
 
 
-def expected_seconds(question: PlannedTraining, fit: Estimate) -> tuple[float, float]:
-    """Seconds of a dry run and of a mean step, from the speed of a large matrix product; 0 if the speed is unknown."""
+def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:
+    """Expected seconds of a dry run, from the speed of a large matrix product; 0 if the speed is unknown."""
     if not fit.machine.gemm_gflops:
-        return 0.0, 0.0
+        return 0.0
     operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * fit.model.parameters
-    token = operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
-    step = token * fit.rows_per_update * min(fit.tokens, question.mean_tokens)
-    largest = token * fit.micro_batch.total
-    base = base_bytes(fit.but(method="lora", compute_dtype=None))
-    timed = 0.0 if step > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, step)
+    largest = fit.micro_batch.total * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
-    return START_SECONDS + base / LOAD_BYTES_PER_SECOND + updates * largest + timed, step
+    return (
+        START_SECONDS
+        + base_bytes(fit.but(method="lora", compute_dtype=None)) / LOAD_BYTES_PER_SECOND
+        + updates * largest
+    )
 
 
 def nothing_passed(question: PlannedTraining) -> MachineError:

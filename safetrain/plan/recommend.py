@@ -1,11 +1,11 @@
-"""The recommended configuration: dry runs with the real model choose among the candidates; every value has a reason.
+"""The recommended configuration: the fastest candidate that passes a dry run; every value has a reason.
 
-The best candidate by the closed form is tried first, then at most two more, if they may save more time than they cost.
+The closed form orders the candidates, and a dry run with the real model accepts or rejects each.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from safetrain.core.formatting import count_text, counted, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
@@ -33,8 +33,8 @@ from safetrain.plan.candidates import (
     PlannedTraining,
     ask,
     candidates_at,
+    dry_run_seconds,
     epochs_for,
-    expected_seconds,
     nothing_fits,
     nothing_passed,
     places_of_base,
@@ -48,15 +48,16 @@ from safetrain.plan.pretraining import (
 )
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
-MOST_DRY_RUNS, MOST_MORE = 8, 2  # dry runs in total; after one that has passed
-LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
-MOST_FIRST_SECONDS = 300.0  # for the first dry run, if a smaller micro-batch is faster
+MOST_DRY_RUNS = 8
+MOST_SECONDS = 300.0  # a dry run that is expected to take longer is made only after all shorter ones
 LESS_AFTER_A_DEATH = 0.92  # after an out-of-memory dry run, only candidates with this share of its peak are tried
-UNCERTAIN, LIKELY = 1.1, 0.5  # predicted speed ratios are off by a tenth; half of the possible saving is likely
-ALIKE = 1.1  # speeds within this ratio count as equal: two dry runs on a busy machine differ as much
 SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: processes differ a little in memory
-FULL_RATE_FACTOR = 10
-PAIRED_RATE_FACTOR = 10  # of DPO and ORPO (DPO: arXiv 2310.16944 uses 5e-7 where SFT has 2e-5; LoRA: TRL)
+RATE_DIVISOR = 10  # of full fine-tuning and pairs (DPO: arXiv 2310.16944 uses 5e-7 where SFT has 2e-5; LoRA: TRL)
+WHY_RECOMPUTED = {False: "not needed: stored activations fit", True: "less memory for a third more time"}
+WHY_ON_DISK = {
+    False: "the base fits into memory",
+    True: "the base does not fit into memory: each block is read from disk twice per step",
+}
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Callable[[str], None]) -> Recommendation:
@@ -71,10 +72,10 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     fits = list[Estimate]()
     for stream, length in ((stream, length) for stream in places_of_base(question) for length in question.lengths):
         candidates = candidates_at(question, length, stream=stream)
-        if (chosen := search.try_out([fit for fit in candidates if fit.may_fit])) is not None:
+        if (chosen := search.first_to_pass([fit for fit in candidates if fit.may_fit])) is not None:
             return chosen
         fits += candidates
-    raise nothing_passed(question) if search.seconds else nothing_fits(question, fits)
+    raise nothing_passed(question) if search.dry_runs else nothing_fits(question, fits)
 
 
 @dataclass
@@ -86,56 +87,37 @@ class _Search:
     rows_digest: str
     module: str
     say: Callable[[str], None]
-    seconds: list[float] = field(default_factory=list)  # of each dry run
+    dry_runs: int = 0
     most_bytes: float = math.inf  # largest predicted peak that is still worth a dry run
 
-    def try_out(self, fits: list[Estimate]) -> Recommendation | None:
-        """Make dry runs until a choice is possible; None if no candidate passes.
+    def first_to_pass(self, fits: list[Estimate]) -> Recommendation | None:
+        """Make dry runs until one passes; None if none does.
 
-        If a dry run gave no answer, the choice is unmeasured.
+        If dry runs are not allowed, or fail for a reason other than memory, the choice is unmeasured.
         """
-        question, passed, more, unmeasured = self.question, list[tuple[Estimate, Recommendation]](), 0, None
-        for fit in sorted(fits, key=self._lateness):
-            if fit.peak_bytes > self.most_bytes or (passed and not self._pays(fit, *_fastest(passed))):
+        question = self.question
+        timed = [(dry_run_seconds(question, fit), fit) for fit in fits]
+        for seconds, fit in sorted(timed, key=lambda each: each[0] if each[0] > MOST_SECONDS else 0.0):
+            if fit.peak_bytes > self.most_bytes:
                 continue
-            if len(self.seconds) >= MOST_DRY_RUNS or more >= MOST_MORE:
+            if self.dry_runs == MOST_DRY_RUNS:
                 break
-            more += bool(passed)
             job = self._job(fit)
             path = dry_run_path(fit.model, fit.machine, job, self.rows_digest)
-            answer = try_out(path, self.module, job, expected_seconds(question, fit)[0], self.say)
-            if answer is None:  # dry runs are not allowed
-                unmeasured = fit
-                break
+            answer = try_out(path, self.module, job, seconds, self.say)
+            if answer is None:
+                return recommendation_of(question, fit)
             if answer.measured is None and not answer.ran_out_of_memory:
                 self.say(f"not measured: the dry run failed: {answer.ended}")
-                unmeasured = next((each for each in fits if each.fits), min(fits, key=lambda each: each.peak_bytes))
-                break
-            self.seconds.append(answer.measured.own_seconds if answer.measured else answer.seconds)
+                return recommendation_of(question, fit if fit.fits else min(fits, key=lambda each: each.peak_bytes))
+            self.dry_runs += 1
             recommendation = recommendation_of(question, fit, answer.measured)
             if recommendation.verified:
-                passed.append((fit, recommendation))
-                continue
+                return recommendation
             why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
             self.say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
             self.most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
-        if passed:
-            return _fastest(passed)[1]
-        return recommendation_of(question, unmeasured) if unmeasured else None
-
-    def _pays(self, fit: Estimate, best: Estimate, recommendation: Recommendation) -> bool:
-        """Whether another dry run probably saves more time than it costs, and planning stays within its time limit."""
-        training = (recommendation.step_seconds or 0.0) * _updates_of(self.question, recommendation)
-        saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
-        last = self.seconds[-1]
-        return sum(self.seconds) + last <= max(LEAST_SECONDS, SHARE * training) and last < saved
-
-    def _lateness(self, fit: Estimate) -> float:
-        """Key for the order of dry runs: 0, or the dry run's seconds if it takes longer than planning may take."""
-        dry_run_seconds, step_seconds = expected_seconds(self.question, fit)
-        training = step_seconds * _updates_of(self.question, recommendation_of(self.question, fit))
-        most = max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * training))
-        return dry_run_seconds if dry_run_seconds > most else 0.0
+        return None
 
     def _job(self, fit: Estimate) -> TrainJob:
         """The job of the dry run: the candidate's settings, under a slightly smaller memory limit."""
@@ -146,11 +128,6 @@ class _Search:
             keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
             mlx_limit_bytes=plan.mlx_limit_bytes,
         )  # fmt: skip
-
-
-def _updates_of(question: PlannedTraining, plan: Recommendation) -> int:
-    rows_per_update = plan.batch_size * plan.gradient_accumulation
-    return total_updates(question.row_count, rows_per_update, plan.num_epochs, plan.max_steps)
 
 
 def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, measured: DryRun) -> float:
@@ -169,14 +146,6 @@ def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_
     )
     training = step_seconds * updates
     return round(training + forward_seconds * passes * valid_tokens + evaluation_seconds(training), 1)
-
-
-def _fastest(passed: list[tuple[Estimate, Recommendation]]) -> tuple[Estimate, Recommendation]:
-    """Of the candidates about as fast as the fastest (rows per second), the one with the lowest predicted cost."""
-    seconds_per_row = [(plan.step_seconds or math.inf) / fit.rows_per_update for fit, plan in passed]
-    least = ALIKE * min(seconds_per_row)
-    alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
-    return min(alike, key=lambda each: each[0].relative_cost)
 
 
 def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun | None = None) -> Recommendation:
@@ -244,40 +213,37 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
         usual = f"{rows * fit.tokens:,} tokens, from the operations of the whole training (DeepSeek's fit)"
-    dequantized = (
-        "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
-        if fit.dequantize
-        else "the base is not quantized"
-        if fit.model.quantization_bits is None
-        else "kept quantized to save memory"
-        if fit.on_cpu
-        else "the GPU multiplies quantized weights directly"
-    )
-    compute_dtype = (
-        "a CPU always computes in float32"
-        if fit.on_cpu
-        else "compute type; the weights stay in float32"
-        if fit.method == PRETRAIN
-        else "the type of the stored base; no other type is known to be faster here"
-        if fit.compute_dtype is None
-        else "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
-    )
-    on_disk = "the base does not fit into memory: each block is read from disk twice per step"
     reasons = {
         "max_seq_length": _why_length(question, fit),
         "batch_size": f"{SET if train.batch_size else 'the fastest size that fits'}: {predicted}",
-        "gradient_checkpointing": "less memory for a third more time"
-        if fit.checkpointing
-        else "not needed: stored activations fit",
-        "dequantize_base": dequantized,
-        "stream_base": on_disk if fit.stream else "the base fits into memory",
-        "compute_dtype": compute_dtype,
+        "gradient_checkpointing": WHY_RECOMPUTED[fit.checkpointing],
+        "dequantize_base": _why_dequantized(fit),
+        "stream_base": WHY_ON_DISK[fit.stream],
+        "compute_dtype": _why_dtype(fit),
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
     together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
     together += f" ({counted(rows // 2, 'pair')})" if train.method in PAIRED else ""
     accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
     return {**reasons, **pinned, "gradient_accumulation": accumulation}
+
+
+def _why_dequantized(fit: Estimate) -> str:
+    if fit.dequantize:
+        return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
+    if fit.model.quantization_bits is None:
+        return "the base is not quantized"
+    return "kept quantized to save memory" if fit.on_cpu else "the GPU multiplies quantized weights directly"
+
+
+def _why_dtype(fit: Estimate) -> str:
+    if fit.on_cpu:
+        return "a CPU always computes in float32"
+    if fit.method == PRETRAIN:
+        return "compute type; the weights stay in float32"
+    if fit.compute_dtype is None:
+        return "the type of the stored base; no other type is known to be faster here"
+    return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
 
 
 def _why_length(question: PlannedTraining, fit: Estimate) -> str:
@@ -354,12 +320,11 @@ def learning_rate_for(fit: Estimate, reasons: dict[str, str]) -> float:
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
     product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows / ROWS_PER_UPDATE)))
     if fit.method in PAIRED:
-        product /= PAIRED_RATE_FACTOR
         reasons["learning_rate"] = f"width {width}: a tenth of the rate for single answers, as published for pairs"
-        return float(f"{product / scale:.2g}")
+        return float(f"{product / RATE_DIVISOR / scale:.2g}")
     if fit.method == "full":
         reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
-        return float(f"{product / FULL_RATE_FACTOR:.2g}")
+        return float(f"{product / RATE_DIVISOR:.2g}")
     rate = float(f"{product / scale:.2g}")
     together = f"scale x rate = {rate * scale:.2g}, for {rows} rows per update"
     reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}"

@@ -1,8 +1,7 @@
 """A dry run that answers at once: `python -m tests.plan.strict_dry_run JOB SCRATCH`
 
 ``$DRY_RUN`` says how: fits (the default), ``dies 4`` for more than so many rows at a time, ``large 4`` to take a
-terabyte for more than so many, ``broken`` to end with an error that has nothing to do with memory. An update takes a
-tenth of a second, with as many micro-batches as ``$DRY_RUN_SLOW`` says a second, or ``$DRY_RUN_SLOW_SECONDS``.
+terabyte for more than so many, ``broken`` to end with an error that has nothing to do with memory.
 """
 
 import dataclasses
@@ -25,10 +24,7 @@ def main(path: str, _scratch: str) -> None:
     if behaviour == "dies" and too_many:
         os.abort()
     peak = 2**40 if behaviour == "large" and too_many else job.mlx_limit_bytes or 0
-    slow = job.settings.gradient_accumulation == int(os.environ.get("DRY_RUN_SLOW", 0))
-    took = float(os.environ.get("DRY_RUN_SECONDS", 1.0))
-    update = float(os.environ.get("DRY_RUN_SLOW_SECONDS", 1.0)) if slow else 0.1
-    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, update, "cpu", took, None))), flush=True)
+    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, 0.1, "cpu", 1.0, None))), flush=True)
 
 
 if __name__ == "__main__":
