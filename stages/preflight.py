@@ -14,7 +14,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.plan.check_report import downgrade, failure, render, require_known, summarise
-from safetrain.plan.preflight import IDS, examine
+from safetrain.plan.preflight import examine
 from safetrain.stage import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
@@ -26,7 +26,7 @@ def main(config: Pipeline) -> None:
     require_no_training(paths.OUTPUT)
     start_seconds, previous = time.monotonic(), read_or_none(paths.MACHINE, Machine)
     downgraded_ids = config.preflight.downgrade or []
-    require_known(downgraded_ids, IDS)  # before anything is measured
+    require_known(downgraded_ids)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
     checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
     total = machine.total_memory_bytes if machine else None

@@ -21,7 +21,6 @@ from safetrain.cli import app
 from safetrain.core import errors
 from safetrain.core.records import evaluation, metrics, reports, run_state, settings
 from safetrain.plan import check_report
-from tools.named_checks import named_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -213,16 +212,14 @@ def _stages_of(section: str, key: str) -> list[str]:
 
 def findings() -> str:
     """Every check of preflight; the findings in data have a page that people write."""
-    packages = [f"`{each.id}`" for each in named_checks() if each.id.startswith("DEP-")]
-    others = [each for each in named_checks() if not each.id.startswith("DEP-")]
-    lines = [f"- `{each.id}`{f': {cell(each.remedy)}' if each.remedy not in ('', 'see …') else ''}" for each in others]
+    lines = [f"- `{name}`{f': {cell(remedy)}' if remedy else ''}" for name, remedy in check_report.CHECKS.items()]
     return "\n\n".join([
         "# Findings and checks",
         "**Findings in the data**, from `validate_data` and `safetrain validate`, are "
         "[listed with their remedies](../data.md).",
         "**Checks** of the machine, model and project, by `safetrain preflight`. A check prints its reading, the "
         "requirement and the remedy. `preflight.downgrade=[ID]` turns that check's failure into a warning.",
-        "\n".join([*lines, f"- {', '.join(packages)}: run 'make clean && make'"]),
+        "\n".join(lines),
     ])  # fmt: skip
 
 

@@ -15,13 +15,33 @@ from safetrain.core.storage import paths
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
 SCHEMA = 2
+REINSTALL = "install safetrain again; in a clone: make clean && make"
+CHECKS = {  # what to do if the check fails; empty if the finding itself says it
+    "PACKAGES": REINSTALL,
+    "HW-RAM": "close other programs, or raise the memory limit of the container or shell",
+    "HW-GPU": REINSTALL,
+    "CPU-BLAS": REINSTALL,
+    "ENV-ULIMIT": "ulimit -v unlimited; ulimit -d unlimited",
+    "ENV-SWAP": "close other programs: training that swaps is ten times slower",
+    "MAC-POWER": "plug it in, and leave the lid open",
+    "MODEL-FILES": "",
+    "DATA-FILES": f"see {paths.DATA_REPORT}",
+    "RUN-PREV": "",
+    "HOSTS-FILE": "",
+    "MODEL-LOAD": "use a model that mlx-lm supports: safetrain fetch HUB_ID",
+    "MODEL-TRAIN": "train a model of another family; a newer mlx-lm may train this one",
+    "MEM-STATIC": "use a smaller or more strongly quantized model: safetrain estimate MODEL",
+    "DISK-READ": "copy the model to an internal SSD",
+    "DISK-FREE": f"free some space: du -sh {paths.OUTPUT}/*",
+    "MEM-FIT": "",
+}
 
 
 @dataclass(frozen=True)
 class Check:
     """A check and its verdict. A failed critical check stops the pipeline; a skipped one leaves the report open."""
 
-    id: str  # stable; preflight.downgrade names it
+    id: str  # one of CHECKS; preflight.downgrade names it
     status: str
     critical: bool
     found: str
@@ -50,12 +70,10 @@ class PreflightReport:
     checks: tuple[Check, ...]
 
 
-def verdict(
-    identifier: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "", remedy: str = ""
-) -> Check:
+def verdict(identifier: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "") -> Check:
     """A check that passes if ``ok``; else it fails if it is critical, and warns if not."""
     status = PASS if ok else FAIL if critical else WARN
-    return Check(identifier, status, critical, found, needed, source, "" if ok else remedy)
+    return Check(identifier, status, critical, found, needed, source, "" if ok else CHECKS[identifier])
 
 
 def skipped(identifier: str, why: str, *, critical: bool = False) -> Check:
@@ -69,11 +87,11 @@ def from_error(identifier: str, error: SafetrainError) -> Check:
     return Check(identifier, FAIL, True, "; ".join(parts), error.expected, "", error.do)
 
 
-def require_known(identifiers: Sequence[str], names: Sequence[str]) -> None:
+def require_known(identifiers: Sequence[str]) -> None:
     """Raise ConfigError for an unknown check ID."""
-    for identifier in sorted(set(identifiers) - set(names)):
-        near = difflib.get_close_matches(identifier.upper(), names, n=1)
-        do = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+    for identifier in sorted(set(identifiers) - set(CHECKS)):
+        near = difflib.get_close_matches(identifier.upper(), CHECKS, n=1)
+        do = f"did you mean {near[0]}?" if near else f"choose from {', '.join(CHECKS)}"
         raise ConfigError(f"Unknown check {identifier}.", where="preflight.downgrade", do=do)
 
 

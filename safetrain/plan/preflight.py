@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import importlib.metadata
 import os
 import platform
 import resource
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows, order_fingerprint
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
@@ -42,20 +44,10 @@ from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import plan_run
 
-DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
-IDS = (
-    "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU", "CPU-BLAS",
-    "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MODEL-FILES", "DATA-FILES", "DISK-FREE", "RUN-PREV", "HOSTS-FILE",
-    "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "DISK-READ", "MEM-FIT",
-)  # fmt: skip
 PLANNED = "DISK-FREE", "MEM-FIT"  # checked by making a plan
 READ_BYTES, PIECE_BYTES = 2**28, 2**23
 F_NOCACHE = 48  # of macOS's fcntl: the file that is read does not stay in the cache
 SLOW_BYTES = 0.5e9  # a second
-NETWORKS = ("nfs", "cifs", "smb", "afp", "webdav", "fuse.sshfs", "9p")  # beginnings of file system names
-REINSTALL = "run 'make clean && make'"
-MIN_MLX = (0, 32, 0)
-MIN_PYTHON, ABOVE_PYTHON = (3, 11), (3, 15)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 # An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
@@ -78,12 +70,12 @@ def examine(
     if model is not None and rows is not None:
         start = starting_point(model.fingerprint, start_of(train.from_adapter))
         identity = RunIdentity(start, rows.train_digest, rows.valid_digest, "", order_fingerprint())
-    checks = [*software_checks()]
+    checks = [packages_check()]
     if machine is not None and probe is not None:
         checks += engine_checks(machine, probe)
     else:
-        checks.append(verdict("HW-GPU", False, True, f"mlx does not work here: {why_not}", "mlx starts",
-                              f"python -m {module}", REINSTALL))  # fmt: skip
+        why = f"mlx does not work here: {why_not}"
+        checks.append(verdict("HW-GPU", False, True, why, "mlx starts", f"python -m {module}"))
     held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
     checks += [*environment_checks(held_bytes), model_check, data_check]
     checks += [previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
@@ -101,40 +93,36 @@ def examine(
     return [*checks, *_plan_checks(config, inputs, module if level == "certify" else "", say)], machine
 
 
-def software_checks() -> Iterator[Check]:
-    """Check the versions of Python and all dependencies."""
-    needed, remedy = "3.11 to 3.14", "install one of them, then run: make clean && make"
-    ok = MIN_PYTHON <= sys.version_info < ABOVE_PYTHON
-    yield verdict("PY-VERSION", ok, True, platform.python_version(), needed, sys.executable, remedy)
-    for name in DEPENDENCIES:
-        found, needed = version_of(name), "installed"
-        ok = found != NOT_INSTALLED
-        if ok and name == "mlx":
-            needed = "0.32 or newer; older versions abort if the GPU runs out of memory"
-            ok = tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) >= MIN_MLX
-        yield verdict(f"DEP-{name.upper()}", ok, True, found, needed, "installed packages", REINSTALL)
+def packages_check() -> Check:
+    """Compare the installed packages with safetrain's requirements: a missing one fails, another version warns."""
+    wrong, critical, texts = list[str](), False, [f"Python {platform.python_version()}"]
+    for line in map(Requirement, importlib.metadata.requires("safetrain") or ()):
+        if line.marker is None or line.marker.evaluate({"extra": ""}):
+            version = version_of(line.name)
+            texts.append(f"{line.name} {version}")
+            if version == NOT_INSTALLED or version not in line.specifier:
+                wrong.append(f"{line.name}{line.specifier}")
+                critical |= version == NOT_INSTALLED
+    return verdict("PACKAGES", not wrong, critical, ", ".join(texts), ", ".join(wrong), sys.executable)
 
 
 def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
-    """Check chip, memory, backend and BLAS."""
+    """Check memory, backend and BLAS."""
     memory, budget, gpu = psutil.virtual_memory(), machine.memory_budget_bytes, machine.backend != "cpu"
-    cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
-    yield Check("HW-CHIP", PASS, False, cores)
     yield verdict("HW-RAM", budget >= GOOD_BUDGET_BYTES, budget < LEAST_BUDGET_BYTES,
                   f"budget {size(budget)}; {size(memory.available)} available of {size(memory.total)}",
                   f"at least {size(LEAST_BUDGET_BYTES)}, preferably {size(GOOD_BUDGET_BYTES)}",
-                  "free memory, minus a reserve",
-                  "close other programs, or raise the memory limit of the container or shell")  # fmt: skip
+                  "free memory, minus a reserve")  # fmt: skip
     backend = f"{machine.backend}{f': {machine.device}' if machine.device else ''}"
-    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False,
-                  backend if gpu else "cpu (no GPU: fine for tests and small models)", "Metal on a Mac", "mlx",
-                  "install mlx's Metal wheels: 'make clean && make'")  # fmt: skip
+    backend = backend if gpu else "cpu (no GPU: fine for tests and small models)"
+    chip = f"{machine.chip}, {counted(machine.physical_cores, 'core')}, {machine.architecture}"
+    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False, f"{backend}; {chip}", "Metal on a Mac", "mlx")
     if not gpu:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
-        yield verdict("CPU-BLAS", probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS, False, text,
-                      f"a fast BLAS, at least {SLOW_GFLOPS:.0f} GFLOP/s", "product of two 1024 x 1024 matrices",
-                      "run 'make clean && make'")  # fmt: skip
+        needed = f"a fast BLAS, at least {SLOW_GFLOPS:.0f} GFLOP/s"
+        ok = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
+        yield verdict("CPU-BLAS", ok, False, text, needed, "product of two 1024 x 1024 matrices")
 
 
 def environment_checks(static_bytes: int) -> Iterator[Check]:
@@ -143,10 +131,9 @@ def environment_checks(static_bytes: int) -> Iterator[Check]:
     limits = {resource.getrlimit(kind)[0]: flag for flag, kind in kinds.items()}
     limit = min((each for each in limits if each != resource.RLIM_INFINITY), default=None)
     least = static_bytes + PROCESS_BYTES
-    yield verdict("ENV-ULIMIT", limit is None, limit is None or limit < least,
-                  "no limit" if limit is None else f"ulimit {limits[limit]} is {size(limit)}",
-                  f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails", "getrlimit",
-                  "ulimit -v unlimited; ulimit -d unlimited")  # fmt: skip
+    text = "no limit" if limit is None else f"ulimit {limits[limit]} is {size(limit)}"
+    needed = f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails"
+    yield verdict("ENV-ULIMIT", limit is None, limit is None or limit < least, text, needed, "getrlimit")
     if sys.platform == "darwin":
         battery = psutil.sensors_battery()
         power = None if battery is None else (bool(battery.power_plugged), battery.percent)
@@ -162,11 +149,10 @@ def mac_checks(level: int, free_percent: int, power: tuple[bool, float] | None) 
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
     yield verdict("ENV-SWAP", not short, False, f"memory pressure level {level}, {free_percent} % free",
                   f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free",
-                  f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
-                  "close other programs: training that swaps is ten times slower")  # fmt: skip
+                  f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}")  # fmt: skip
     if power is not None:
         text = "mains power" if power[0] else f"battery, {power[1]:.0f} %"
-        yield verdict("MAC-POWER", power[0], False, text, "mains power", "psutil", "plug it in, and leave the lid open")
+        yield verdict("MAC-POWER", power[0], False, text, "mains power", "psutil")
 
 
 def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
@@ -200,7 +186,7 @@ def data_check(report: DataReport) -> Check:
     counts, noun = [split.pairs or split.rows for _, split in report.splits], "pairs" if report.train.pairs else "rows"
     ok, text = all(counts), "{} train, {} valid, {} test {} from {}".format(*counts, noun, report.source)
     return verdict("DATA-FILES", ok and not report.warnings, not ok, "; ".join([text, *report.warnings]),
-                   "at least one row in each split", paths.DATA_REPORT.name, f"see {paths.DATA_REPORT}")  # fmt: skip
+                   "at least one row in each split", paths.DATA_REPORT.name)  # fmt: skip
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
@@ -208,8 +194,7 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
     free, better = shutil.disk_usage(folder).free, needed_bytes + GIB
     return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
                    f"{size(needed_bytes)} for checkpoints and adapter, preferably {size(better)}",
-                   "trained weights and their checkpoints (train.keep_checkpoints)",
-                   f"free some space: du -sh {folder}/*")  # fmt: skip
+                   "trained weights and their checkpoints (train.keep_checkpoints)")  # fmt: skip
 
 
 def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
@@ -264,20 +249,17 @@ def model_checks(
     else:
         text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
         yield verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
-                      "loads, with finite logits", "mlx-lm",
-                      "use a model that mlx-lm supports: safetrain fetch HUB_ID")  # fmt: skip
+                      "loads, with finite logits", "mlx-lm")  # fmt: skip
     if probe.trains is None:
         yield skipped("MODEL-TRAIN", "no forward pass was run")
     else:
         works = "backward pass works for every kind of block"
         yield verdict("MODEL-TRAIN", probe.trains, True,
                       works if probe.trains else f"{model.model_type}: {probe.train_error}",
-                      "a gradient for every kind of block, causal attention", "mlx-lm",
-                      "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
+                      "a gradient for every kind of block, causal attention", "mlx-lm")  # fmt: skip
+    needed = f"less than the budget of {size(machine.memory_budget_bytes)}"
     yield verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
-                  f"weights {size(model.static_bytes)}",
-                  f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
-                  "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
+                  f"weights {size(model.static_bytes)}", needed, "file headers, machine.json")  # fmt: skip
 
 
 def must_fit(train: Train) -> bool:
@@ -293,7 +275,7 @@ def _plan_checks(config: Pipeline, inputs: PlanInputs, module: str, say: Callabl
         return
     try:
         plan = plan_run(inputs, config.train, config.lora, module, say)
-    except (ConfigError, DataError, ModelError, MachineError) as error:
+    except (DataError, ModelError, MachineError) as error:
         yield from (skipped("DISK-FREE", "there is no plan"), from_error("MEM-FIT", error))
         return
     yield disk_check(paths.OUTPUT, plan.disk_bytes)
@@ -332,10 +314,7 @@ def reading_check(model: ModelFiles) -> Check:
         while done < READ_BYTES and (piece := weights.read(PIECE_BYTES)):
             done += len(piece)
         speed = done / max(1e-9, time.perf_counter() - began)
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    system = next((mounts[parent] for parent in file.resolve().parents if parent in mounts), "an unknown file system")
-    text = f"the base stays on disk: {size(int(speed))} a second from {system}, "
-    text += f"about {2 * model.static_bytes / speed:.0f} s of reading per step"
-    return verdict("DISK-READ", speed >= SLOW_BYTES and not system.startswith(NETWORKS), False, text,
-                   f"at least {size(SLOW_BYTES)} a second, not over a network", str(model.folder),
-                   "copy the model to an internal SSD")  # fmt: skip
+    seconds = 2 * model.static_bytes / speed
+    text = f"the base stays on disk, read at {size(int(speed))} a second: about {seconds:.0f} s per step"
+    needed = f"at least {size(SLOW_BYTES)} a second"
+    return verdict("DISK-READ", speed >= SLOW_BYTES, False, text, needed, str(model.folder))

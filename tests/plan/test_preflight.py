@@ -1,6 +1,7 @@
 """Checks pass, warn and fail where they should, say why and what to do; the summary counts them."""
 
 import dataclasses
+import importlib.metadata
 import os
 import platform
 import sys
@@ -20,9 +21,9 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.plan import preflight
-from safetrain.plan.check_report import Check, downgrade, render, require_known, skipped, summarise
+from safetrain.plan.check_report import CHECKS, Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.preflight import engine_checks, environment_checks, mac_checks, model_checks, software_checks
+from safetrain.plan.preflight import engine_checks, environment_checks, mac_checks, model_checks, packages_check
 from safetrain.plan.selftest import judge, report_lines, selftest
 from tests.conftest import EMBEDDED, ROOT
 from tests.plan.test_recommend import OPEN, data, plan
@@ -48,11 +49,11 @@ def summary(*checks: Check) -> tuple[str, int]:
 
 def test_this_installation_passes() -> None:
     checks = [
-        *software_checks(), *engine_checks(MACHINE, CPU), *environment_checks(10**6),
+        packages_check(), *engine_checks(MACHINE, CPU), *environment_checks(10**6),
         preflight.data_check(data()), preflight.model_files(EMBEDDED)[1],
         fit(plan()), *model_checks(MODEL, MACHINE, dataclasses.replace(CPU, loads=True, trains=True), OPEN),
     ]  # fmt: skip
-    assert {check.id for check in checks} <= set(preflight.IDS)
+    assert {check.id for check in checks} <= set(CHECKS)
     assert all(check.status == "pass" for check in checks if check.critical)
     assert len({check.id for check in checks}) == len(checks)
     assert all(check.source or not check.needed for check in checks), "a threshold says where its value comes from"
@@ -67,6 +68,18 @@ def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and
     ):  # fmt: skip
         assert (check.status, check.critical, said in check.found, bool(check.remedy)) == ("fail", True, True, True)
     assert [of_model(each).status for each in ("MODEL-LOAD", "MODEL-TRAIN")] == ["skip", "skip"], "not called passed"
+
+
+def test_a_package_that_is_missing_fails_and_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for requires, expected in (
+        (["numpy>=2", "torch; extra == 'peft'"], ("pass", "")),
+        (["numpy>=2", "dvc==1.0"], ("warn", "dvc==1.0")),
+        (["numpy>=2", "no-such-package"], ("fail", "no-such-package")),
+    ):
+        monkeypatch.setattr(importlib.metadata, "requires", lambda _name, lines=requires: lines)
+        check = packages_check()
+        assert (check.status, check.needed) == expected
+        assert f"numpy {importlib.metadata.version('numpy')}" in check.found
 
 
 def died(output: Path, **changed: object) -> None:
@@ -131,7 +144,7 @@ def test_a_failure_is_exit_1_an_open_question_2_a_warning_0_and_names_can_be_low
     assert (lowered.status, lowered.critical, "downgraded" in lowered.found) == ("warn", False, True)
     assert downgrade([bad], ["HW-RAM"]) == [bad]
     with pytest.raises(ConfigError, match="did you mean DISK-FREE"):
-        require_known(["disk-fre"], preflight.IDS)
+        require_known(["disk-fre"])
 
 
 def test_a_mac_under_pressure_or_on_battery_is_told() -> None:
