@@ -95,8 +95,7 @@ def preflight(
 
 def estimate(
     model: Annotated[Path | None, Argument(help="model folder, config.json or preset; default: model.path")] = None,
-    machine: Annotated[str | None, Option(help="a machine from conf/machine, e.g. m1-8gb")] = None,
-    macos_26: Annotated[bool, Option("--macos-26", help="plan for macOS 26, which allows more memory")] = False,
+    machine: Annotated[str | None, Option(help="a machine of conf/machines.yaml, e.g. m1-8gb")] = None,
     memory_gb: Annotated[float | None, Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
     batch_size: Annotated[int, Option(min=1, help="rows in a micro-batch")] = 1,
     tokens: Annotated[int, Option(min=8, help="tokens in the longest row")] = 512,
@@ -112,10 +111,10 @@ def estimate(
     """
     from safetrain.plan import estimate as estimates
     from safetrain.plan.candidates import usual_dtype
-    from safetrain.plan.machine import HERE, place_of
+    from safetrain.plan.machine import HERE, machine_to_plan_for
 
     files = estimates.model_to_estimate(model or model_of_params())
-    here = place_of(machine, macos_26, memory_gb, PROBE)
+    here = machine_to_plan_for(machine, memory_gb, PROBE)
     run = estimates.estimate_of(
         files, here, method, rank, num_layers=num_layers, checkpointing=recompute, optimizer=optimizer,
         compute_dtype=usual_dtype(here, files), rows=batch_size, tokens=tokens,

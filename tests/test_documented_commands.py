@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from safetrain.cli import app
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.machine import machine_of, read_profile
+from safetrain.plan.machine import machine_named
 from safetrain.stage import to_pipeline
 from tests.conftest import EMBEDDED, ROOT
 from tests.pipeline.workspace import Workspace
@@ -144,7 +144,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     rows = [f"What is {number} and 1?,It is {number + 1}." for number in range(60)]
     (made.folder / "data/mine.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
     (made.folder / paths.OUTPUT).mkdir(exist_ok=True)
-    write_record(made.folder / paths.MACHINE, machine_of(read_profile("linux-16gb")))
+    write_record(made.folder / paths.MACHINE, machine_named("linux-16gb"))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Machines to plan for: this one, probed by a child process, and those described in conf/machine."""
+"""Machines to plan for: this one, probed by a child process, and those described in conf/machines.yaml."""
 
 import difflib
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
+import yaml
 
-from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.errors import ConfigError, MachineError, broken_yaml
 from safetrain.core.memory.system import (
     GIB,
     budget_bytes,
@@ -44,7 +44,8 @@ BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # rounding steps t
 PROCESS_GROWTH_BYTES = 64 * 2**20  # growth of Python and libraries during training (measured, Linux CPU)
 NOISY_SPEED = 0.5  # smaller changes of the measured speed are noise
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise; train checks again when it starts
-PROFILES = Path("conf/machine")
+MACHINES = Path("conf/machines.yaml")
+EXAMPLE = "mine: {chip: CPU, backend: cpu, total_memory_gb: 16, usable_memory_gb: 14}"
 HERE = "this machine"
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
 ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
@@ -175,28 +176,24 @@ def answer_path(model_fingerprint: str) -> Path:
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine described in conf/machine."""
+    """A machine described in conf/machines.yaml."""
 
-    name: str
     chip: str
     backend: str
     total_memory_gb: float
     usable_memory_gb: float  # limit for one process: Metal's working set, or a GPU's free memory
-    source: str
-    usable_memory_gb_macos_26: float | None = None  # if macOS 26 allows more
+    source: str = ""
     compute_dtype: str | None = None  # for a bfloat16 base, if the GPU emulates bfloat16
 
 
-def place_of(
-    name: str | None, macos_26: bool = False, memory_gb: float | None = None, probe_module: str = ""
-) -> Machine:
-    """A machine from conf/machine, or this one if ``name`` is None.
+def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_module: str = "") -> Machine:
+    """A machine of conf/machines.yaml, or this one if ``name`` is None.
 
     This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds). Raises
     ConfigError for an unknown name, MachineError if mlx does not work.
     """
     if name:
-        machine = machine_of(read_profile(name), macos_26=macos_26)
+        machine = machine_named(name)
     elif paths.MACHINE.is_file() or not probe_module:
         machine = read_result(paths.MACHINE, Machine)
     else:
@@ -204,45 +201,42 @@ def place_of(
         if probe is None:
             raise MachineError(f"mlx does not work here: {why}", do="run safetrain preflight for details")
         machine = read_machine_now(probe)
-    if memory_gb:
-        machine = replace(machine, memory_budget_bytes=int(memory_gb * GIB))
-    return machine
+    return replace(machine, memory_budget_bytes=int(memory_gb * GIB)) if memory_gb else machine
 
 
-def profile_names() -> list[str]:
-    """Names of the machines in conf/machine, and of those shipped with safetrain."""
-    return sorted(_profiles())
+def described_machines() -> dict[str, Any]:
+    """The machines that safetrain knows, and those of the project's own conf/machines.yaml, by name."""
+    machines = dict[str, Any]()
+    for path in (paths.shipped(str(MACHINES)), MACHINES):
+        if path.is_file():
+            try:
+                machines.update(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+            except yaml.YAMLError as error:
+                raise broken_yaml(error) from None
+            except (TypeError, ValueError):
+                raise ConfigError("This file has no machines.", where=str(path), expected=EXAMPLE) from None
+    return machines
 
 
-def _profiles() -> dict[str, Path]:
-    """Machine files by name; the project's own take precedence over those shipped with safetrain."""
-    folders = (paths.shipped(str(PROFILES)), PROFILES)
-    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+def machine_named(name: str) -> Machine:
+    """The record that preflight would write on an idle machine of this name; the budget follows preflight's rules.
 
-
-def read_profile(name: str) -> Profile:
-    """Read a machine by name; raises ConfigError with the known names."""
-    profiles, names = _profiles(), profile_names()
-    if name not in profiles:
-        near = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(
-            f"Unknown machine {name}.",
-            where=str(PROFILES),
-            expected=f"one of {', '.join(names)}",
-            do=f"did you mean {near[0]}?" if near else f"add {PROFILES / name}.yaml, or use --memory-gb",
-        )
-    path = profiles[name]
-    settings: Any = OmegaConf.to_container(OmegaConf.load(path))
+    Raises ConfigError for an unknown machine, or one that is described incompletely.
+    """
+    machines, older = described_machines(), Path(f"conf/machine/{name}.yaml")
+    if name not in machines:
+        near = difflib.get_close_matches(name, machines, n=1)
+        do = f"did you mean {near[0]}?" if near else f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
+        if older.is_file():
+            do = f"move the lines of {older} into {MACHINES}, indented below a line '{name}:'"
+        expected = f"one of {', '.join(sorted(machines))}"
+        raise ConfigError(f"Unknown machine {name}.", where=str(MACHINES), expected=expected, do=do)
     try:
-        return Profile(name=name, **settings)
-    except TypeError as error:
-        raise ConfigError(f"The machine's file cannot be read: {error}", where=str(path)) from None
-
-
-def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
-    """The record that preflight would write on the idle machine of a profile; the budget follows preflight's rules."""
-    usable_gb = (profile.usable_memory_gb_macos_26 if macos_26 else None) or profile.usable_memory_gb
-    usable, total = int(usable_gb * GIB), int(profile.total_memory_gb * GIB)
+        profile = Profile(**machines[name])
+        usable, total = (int(float(gb) * GIB) for gb in (profile.usable_memory_gb, profile.total_memory_gb))
+    except (TypeError, ValueError) as error:
+        what = f"The machine {name} cannot be read: {error}"
+        raise ConfigError(what, where=str(MACHINES), expected=EXAMPLE) from None
     if profile.backend == "metal":
         usable = metal_budget_bytes(usable, total)
     elif profile.backend == "cuda":

@@ -19,7 +19,7 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
 from safetrain.plan.estimate import estimate_of, model_to_estimate
-from safetrain.plan.machine import machine_of, profile_names, read_profile
+from safetrain.plan.machine import EXAMPLE, described_machines, machine_named
 from tests.conftest import EMBEDDED, ROOT
 from tests.core.readings import T4
 from tests.core.test_model_files import BIG
@@ -40,24 +40,35 @@ def qwen_7b(tmp_path: Path) -> ModelFiles:
 
 
 def test_every_profile_is_a_machine_with_less_budget_than_memory() -> None:
-    assert {"m1-8gb", "m1-16gb", "m1-32gb", "t4-16gb", "h200-141gb"} <= set(profile_names())
-    for name in profile_names():
-        machine = machine_of(read_profile(name))
+    assert {"m1-8gb", "m1-16gb", "m1-32gb", "t4-16gb", "h200-141gb"} <= set(described_machines())
+    for name in described_machines():
+        machine = machine_named(name)
         assert machine.backend in ("metal", "cuda", "cpu")
         assert 0.5 < machine.memory_budget_bytes / machine.total_memory_bytes < 1
     with pytest.raises(ConfigError, match="did you mean m1-8gb"):
-        read_profile("m1-8g")
+        machine_named("m1-8g")
     with pytest.raises(ModelError, match="huge"):
         model_to_estimate(Path("huge"))
 
 
 def test_a_machine_of_one_s_own_joins_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"m1-8gb[^$]*add conf/machine/mine.yaml"):
-        read_profile("mine")
+    with pytest.raises(ConfigError, match=r"m1-8gb[^$]*describe it there, e\.g\. mine: "):
+        machine_named("mine")
     (tmp_path / "conf" / "machine").mkdir(parents=True)
-    (tmp_path / "conf" / "machine" / "mine.yaml").write_bytes((ROOT / "conf/machine/linux-16gb.yaml").read_bytes())
-    assert (read_profile("mine").backend, read_profile("m1-8gb").backend) == ("cpu", "metal")
+    (tmp_path / "conf" / "machine" / "mine.yaml").touch()  # as in a project of an earlier version
+    with pytest.raises(ConfigError, match=r"move the lines of conf/machine/mine\.yaml into conf/machines\.yaml"):
+        machine_named("mine")
+    own = tmp_path / "conf" / "machines.yaml"
+    for text, said in (
+        ("mine: {chip: mine", "not valid YAML"), ("- mine", "has no machines"), ("mine: {chip: x}", "cannot be read"),
+        (EXAMPLE.replace("14", "much"), "cannot be read: could not convert"),
+    ):  # fmt: skip
+        own.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            machine_named("mine")
+    own.write_text(EXAMPLE)
+    assert (machine_named("mine").backend, machine_named("m1-8gb").backend) == ("cpu", "metal")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -165,23 +176,23 @@ def test_a_base_on_disk_needs_what_was_measured(
 )
 def test_eight_gigabytes_train_it(config: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     """Rank 8 on all seven linear layers of every block, recomputed, accumulating."""
-    model, m1 = four_bits(config, tmp_path), machine_of(read_profile("m1-8gb"))
+    model, m1 = four_bits(config, tmp_path), machine_named("m1-8gb")
     assert recomputed(model, m1).but(tokens=tokens).fits
 
 
 def test_an_8b_on_eight_gigabytes_says_how(tmp_path: Path) -> None:
     """It was trained there with q and v alone, at a peak of 4.80 GiB: all seven layers need the base on disk."""
-    model, m1 = four_bits(LLAMA_8B, tmp_path), machine_of(read_profile("m1-8gb"))
+    model, m1 = four_bits(LLAMA_8B, tmp_path), machine_named("m1-8gb")
     assert not recomputed(model, m1).fits
     assert what_would_fit(recomputed(model, m1))[0].startswith("train.stream_base=true (")
-    model, m1 = four_bits(MISTRAL, tmp_path), machine_of(read_profile("m1-32gb"))  # mlx-lm's own advice
+    model, m1 = four_bits(MISTRAL, tmp_path), machine_named("m1-32gb")  # mlx-lm's own advice
     assert Estimate(model, LoraSettings(8, 2.0, 0.0, 4, QV), "metal", machine=m1, tokens=2048).fits
 
 
 def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
     """Qwen3-8B with 4,096 tokens of context was stopped at 1 % free (Ilcoach/loom); llama3 8B of 5.5 GB froze an M1
     (ollama/ollama #5680). Neither leaves room for a training, nor does a 32B on 16 GB."""
-    m1, m4 = (machine_of(read_profile(name)) for name in ("m1-8gb", "m4-16gb"))
+    m1, m4 = (machine_named(name) for name in ("m1-8gb", "m4-16gb"))
     context_bytes = 4096 * 36 * 8 * 128 * 2 * 2
     assert int(4.682 * GIB) + context_bytes > m1.memory_budget.mlx_bytes
     assert int(5.5e9) > m1.memory_budget.mlx_bytes
@@ -245,7 +256,7 @@ def test_sixteen_bits_on_a_cpu_are_refused_before_anything_is_spent() -> None:
 
 
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
-    there: Machine = machine_of(read_profile("t4-16gb"))
+    there: Machine = machine_named("t4-16gb")
     assert usual_dtype(there, mistral) == "float32"
     wide, narrow = estimate_of(mistral, there, compute_dtype=usual_dtype(there, mistral)), estimate_of(mistral, there)
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
