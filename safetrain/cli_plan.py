@@ -141,7 +141,7 @@ def selftest(
     read_model_files(model)
     results = tests.selftest(PROBE, model)
     for name, text, passed in results:
-        print_text(f"{'[ok]  ' if passed else '[FAIL]'} {name:<9}{text}")
+        print_text(tests.result_line(name, text, passed))
     if not all(passed for _, _, passed in results):
         what = "The self-test failed: this backend's results differ from those of mlx-lm's own layers."
         do = "do not train on this machine; try another mlx version, and report these figures"

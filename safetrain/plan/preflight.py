@@ -95,7 +95,7 @@ def examine(
 
 def packages_check() -> Check:
     """Compare the installed packages with safetrain's requirements: a missing one fails, another version warns."""
-    wrong, critical, texts = list[str](), False, [f"Python {platform.python_version()}"]
+    wrong, critical, texts = list[str](), False, [f"Python {platform.python_version()} on {platform.platform()}"]
     for line in map(Requirement, importlib.metadata.requires("safetrain") or ()):
         if line.marker is None or line.marker.evaluate({"extra": ""}):
             version = version_of(line.name)
@@ -113,10 +113,13 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
                   f"budget {size(budget)}; {size(memory.available)} available of {size(memory.total)}",
                   f"at least {size(LEAST_BUDGET_BYTES)}, preferably {size(GOOD_BUDGET_BYTES)}",
                   "free memory, minus a reserve")  # fmt: skip
-    backend = f"{machine.backend}{f': {machine.device}' if machine.device else ''}"
-    backend = backend if gpu else "cpu (no GPU: fine for tests and small models)"
-    chip = f"{machine.chip}, {counted(machine.physical_cores, 'core')}, {machine.architecture}"
-    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False, f"{backend}; {chip}", "Metal on a Mac", "mlx")
+    text = "cpu (no GPU: fine for tests and small models)"
+    if gpu:
+        text = f"{machine.backend}: {machine.device}, {probe.gemm_gflops:,.0f} GFLOP/s in float32"
+        text += f", {size(probe.working_set_bytes)} for one process" if probe.working_set_bytes else ""
+        text += f", emulates bfloat16, computes in {machine.compute_dtype}" if machine.compute_dtype else ""
+    text += f"; {machine.chip}, {counted(machine.physical_cores, 'core')}, {machine.architecture}"
+    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False, text, "Metal on a Mac", "mlx")
     if not gpu:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"

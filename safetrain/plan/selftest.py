@@ -1,24 +1,22 @@
 """`safetrain selftest`: check one pass of a model, or report this machine on one screen, without names or paths."""
 
-import platform
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from safetrain.core.errors import MachineError, ModelError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.formatting import size_text
+from safetrain.plan.check_report import FAIL, MARKS, PASS
 from safetrain.plan.child import ChildFailed, room_bytes, run_json, version_of
-from safetrain.plan.machine import Probe, chip_name, read_machine_now
+from safetrain.plan.machine import Probe, read_machine_now
+from safetrain.plan.preflight import engine_checks, environment_checks, packages_check
 
 SECONDS = 600.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 ROWS, TOKENS = "3", "64"  # of the pass
-COLUMNS, LABEL = 80, 11
+COLUMNS = 80
 FENCE = "```"  # keeps the columns aligned in an issue
 
 
@@ -57,48 +55,32 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
     ]
 
 
-def report_lines(probe: str, model: Path) -> Iterator[str]:
-    """Yield the report line by line; child processes measure.
+def report_lines(module: str, model: Path) -> Iterator[str]:
+    """Yield the report line by line: preflight's checks of the machine, and the results of ``judge``.
 
     If a child fails, its line says how, and the kind of error, but not the message, which may contain a path.
     """
     yield FENCE
-    yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
-    figures: dict[str, Callable[[], str]] = {
-        "system": _system,
-        "device": lambda: _device(Probe(**run_json(probe, [], SECONDS, room_bytes()))),
-        "training": lambda: "; ".join(f"{name} {text}" for name, text, _ in judge(_one_pass(probe, model))),
+    yield f"safetrain {version_of('safetrain')} selftest --report, {time.strftime('%Y-%m-%d')}"
+    figures: dict[str, Callable[[], list[tuple[str, str, bool]]]] = {
+        "MACHINE": lambda: _machine(Probe(**run_json(module, [], SECONDS, room_bytes()))),
+        "TRAINING": lambda: judge(_one_pass(module, model)),
     }
-    for label, describe in figures.items():
+    for label, measure in figures.items():
         try:
-            text = describe()
+            results = measure()
         except ChildFailed as error:
-            text = f"FAILED: {': '.join(str(error).split(': ')[:2])}"
-        yield from textwrap.wrap(f"{label:<{LABEL}}{text}", COLUMNS, subsequent_indent=" " * LABEL)
+            results = [(label, ": ".join(str(error).split(": ")[:2]), False)]
+        for result in results:
+            yield from textwrap.wrap(result_line(*result), COLUMNS, subsequent_indent=" " * 18)
     yield FENCE
 
 
-def _system() -> str:
-    """Describe the system, the processor and the versions of packages."""
-    is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
-    packages = ", ".join(f"{name} {version_of(name)}" for name in ("mlx", "mlx-lm", "safetrain"))
-    machine = f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
-    return f"{machine}; Python {platform.python_version()}, {packages}"
+def _machine(probe: Probe) -> list[tuple[str, str, bool]]:
+    checks = [packages_check(), *engine_checks(read_machine_now(probe), probe), *environment_checks(0)]
+    return [(check.id, check.found, check.status == PASS) for check in checks]
 
 
-def _device(probe: Probe) -> str:
-    """Describe the backend and its memory limits."""
-    machine, memory = read_machine_now(probe), psutil.virtual_memory()
-    sizes = {
-        "memory": memory.total,
-        "available": memory.available,
-        "working set": probe.working_set_bytes,
-        "free on the GPU": probe.device_free_bytes,
-        "training may use": machine.memory_budget_bytes,
-        "process without a model": machine.process_memory_bytes,
-    }
-    limits = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
-    dtype = f", emulates bfloat16, computes in {machine.compute_dtype}" if machine.compute_dtype else ""
-    speed = f"matrix products {probe.gemm_gflops:,.0f} GFLOP/s"
-    return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}; {speed}"
+def result_line(name: str, text: str, passed: bool) -> str:
+    """A result as a line for the terminal, like a check of preflight."""
+    return f"{MARKS[PASS if passed else FAIL]} {name:<10} {text}"
