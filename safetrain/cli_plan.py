@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from safetrain.core.storage import paths
 from safetrain.project import console, model_of_params, params, require_project, stage_module
 
 PROBE = "safetrain.engine.dry_run"
+Method = StrEnum("Method", "lora dora full dpo orpo pretrain")
 
 
 def info(
@@ -101,24 +103,21 @@ def estimate(
     tokens: Annotated[int, Option(min=8, help="tokens in the longest row")] = 512,
     rank: Annotated[int, Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, Option("--recompute", help="train.gradient_checkpointing=true")] = False,
-    method: Annotated[str, Option(help="lora, dora, full, dpo, orpo or pretrain")] = "lora",
+    method: Annotated[Method, Option(help="how to train; the memory is that of Adam")] = Method.lora,
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
-    optimizer: Annotated[str, Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
 ) -> None:
     """Estimate memory, for this machine or another.
 
     Exit 1: training does not fit. The command reads no weights. A preset is one of `create`: 10m, 85m, 400m or 800m.
     """
     from safetrain.plan import estimate as estimates
-    from safetrain.plan.candidates import usual_dtype
     from safetrain.plan.machine import HERE, machine_to_plan_for
 
     files = estimates.model_to_estimate(model or model_of_params())
     here = machine_to_plan_for(machine, memory_gb, PROBE)
     run = estimates.estimate_of(
-        files, here, method, rank, num_layers=num_layers, checkpointing=recompute, optimizer=optimizer,
-        compute_dtype=usual_dtype(here, files), rows=batch_size, tokens=tokens,
-    )  # fmt: skip
+        files, here, method.value, rank, num_layers, checkpointing=recompute, rows=batch_size, tokens=tokens
+    )
     sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 
 

@@ -1,58 +1,50 @@
 """`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.estimate import MARGIN, read_bytes, require_computable, require_trainable, with_margin
+from safetrain.core.memory.estimate import MARGIN, read_bytes, require_trainable, with_margin
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.model.presets import OWN_IDS, PRESETS, config_of
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import CHOICES, PAIRED, WHOLE, Train, describe_allowed
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
-from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, what_would_fit
+from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
 from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-UNKNOWN = "-"
 DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
 
 def estimate_of(
-    model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, *, num_layers: int | None = None,
-    **options: Any,
-) -> Estimate:  # fmt: skip
+    model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, layers: int | None = None, **options: Any
+) -> Estimate:
     """The estimate for a training run; a CPU dequantizes the base. ``options`` set further fields of Estimate.
 
-    Raises ConfigError for settings that training does not accept.
+    Raises ConfigError for a method that cannot train this model.
     """
-    lora = LoraSettings(rank, 2.0, 0.0, min(num_layers or model.num_layers, model.num_layers), (ALL_LINEAR,))
-    dequantize = machine.backend == "cpu" and model.quantization_bits is not None
-    estimate = Estimate(model, lora, machine.backend, method, dequantize, machine=machine, **options)
-    for field in dataclasses.fields(Train):
-        if field.name in ("method", "optimizer", "compute_dtype"):
-            value, option = getattr(estimate, field.name), f"--{field.name.replace('_', '-')}"
-            if value is not None and value not in field.metadata[CHOICES]:
-                raise ConfigError(f"Unknown value: {option} {value}.", expected=describe_allowed("train", field.name))
-    require_computable(estimate.compute_dtype, machine.backend)
-    require_trainable(method, quantized=model.quantization_bits is not None)
-    return estimate
+    lora = LoraSettings(rank, 2.0, 0.0, min(layers or model.num_layers, model.num_layers), (ALL_LINEAR,))
+    is_quantized = model.quantization_bits is not None
+    require_trainable(method, quantized=is_quantized)
+    return Estimate(
+        model, lora, machine.backend, method, machine.backend == "cpu" and is_quantized, machine=machine,
+        compute_dtype=usual_dtype(machine, model), **options,
+    )  # fmt: skip
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
     """Print parameters, shapes and sizes, and the minimum memory for training on one row, by the closed form."""
     on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
     _print_model(console, on_gpu)
-    heads = f"{model.num_heads} heads of width {model.head_dim}, {model.num_kv_heads} for keys and values"
-    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context unknown"
-    console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
+    context = f"{model.max_positions:,} tokens" if model.max_positions else "unknown"
+    console.print(f"{model.num_heads} heads, vocabulary {model.vocab_size:,}, context {context}")
     if model.model_type not in FAMILIES:
         console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
         return
@@ -100,9 +92,8 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly overlapped with computation"
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
-        console.print(f"rows of {run.tokens} tokens that fit at a time: {_rows_text(run.largest_batch)}")
-        if run.method in PAIRED:
-            console.print("a pair is two rows; with one row at a time, they are computed one after the other")
+        more = " or more" if run.largest_batch == BATCHES[0] else ""
+        console.print(f"rows of {run.tokens} tokens that fit at a time: {run.largest_batch}{more}")
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":
@@ -129,13 +120,8 @@ def _table(console: Console, title: str, *columns: str) -> Table:
     return table
 
 
-def _rows_text(rows: int) -> str:
-    """The number of rows as text; "or more" at the largest size that is tried."""
-    return UNKNOWN if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
-
-
 def model_to_estimate(name: Path) -> ModelFiles:
-    """The model of a folder or config.json, or one that `safetrain create` would make from a preset of this name.
+    """The model of a folder or config.json, or one that model.create would make from a preset of this name.
 
     Raises ModelError for any other name.
     """

@@ -131,8 +131,9 @@ def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_called_what_it_is(files: tuple[str, ...], words: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match=words):
-        read_model_files(tmp_path)
+    for read in (read_model_files, read_model_plan):
+        with pytest.raises(ModelError, match=words):
+            read(tmp_path)
     if len(files) == 1:
         with pytest.raises(ModelError, match=words):
             read_model_plan(tmp_path / files[0])

@@ -120,7 +120,8 @@ def read_model_plan(path: Path) -> ModelFiles:
 
     Without weight files, the tensors follow from the architecture; raises ModelError if it is unknown.
     """
-    if any(path.glob("model*.safetensors*")):
+    weights = "model*.safetensors*", *(pattern for pattern, _, _ in OTHER_KINDS)
+    if any(any(path.glob(pattern)) for pattern in weights):  # also those that no run could open
         return read_model_files(path)
     file = path if path.is_file() and path.suffix == ".json" else path / "config.json"
     return model_of_config(_read_json(file), file.parent)
