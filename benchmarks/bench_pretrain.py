@@ -1,4 +1,4 @@
-"""Training from scratch: planned and measured memory, and time, of the presets of `safetrain create`.
+"""Training from scratch: planned and measured memory, and time, of the presets of model.create.
 
     python -m benchmarks.bench_pretrain [--presets 10m 85m] [--folder FOLDER] [KEY=VALUE …]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_pretrain_torch [--updates 200] [--windows 16] [--window 128] [--optimizer adamw muon]
 
-The same untrained model (`safetrain create`), windows and optimizer. Both processes live at once and make their updates
+The same untrained model (model.create), windows and optimizer. Both processes live at once and make their updates
 in turn, so that whatever else runs on the machine slows both alike. BENCH_TORCH_PYTHON names an interpreter that has
 torch, numpy and safetensors; without it, it is this one.
 """

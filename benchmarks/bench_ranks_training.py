@@ -19,7 +19,7 @@ from tests.support.chaos.project import Project
 RANKS, SHORT, LONG = (1, 2, 4), 1, 4
 ROWS, TIMEOUT_SECONDS = 60, 1800
 LOOPBACK, LOOPBACK_GBPS = ("lo", "lo0"), 5.0  # its speed for sums over two ranks, measured on one machine
-MODEL: dict[str, Any] = {  # the shape of `safetrain create 10m`
+MODEL: dict[str, Any] = {  # the shape of model.create=10m
     "bits": None, "hidden_size": 256, "num_hidden_layers": 11, "intermediate_size": 704, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 1024,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 
 from safetrain.cli_models import ask, card, chat, convert, export, fetch, fuse, push
-from safetrain.cli_plan import create, estimate, info, preflight, selftest, validate
+from safetrain.cli_plan import estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
@@ -26,7 +26,7 @@ HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
     "A project": (init, update),
-    "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
+    "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
     "Inspect a run": (monitor, result, report, track),
     "Use the model": (ask, chat, fuse, card, push, ("export", export)),

@@ -1,4 +1,4 @@
-"""Commands of `safetrain` to run before training: info, validate, preflight, estimate, selftest and create."""
+"""Commands of `safetrain` to run before training: info, validate, preflight, estimate and selftest."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
-from safetrain.core.formatting import print_text, size_text
+from safetrain.core.errors import DataError, MachineError, SafetrainError
+from safetrain.core.formatting import print_text
 from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 from safetrain.project import console, model_of_params, params, require_project, stage_module
@@ -108,7 +108,7 @@ def estimate(
 ) -> None:
     """Estimate memory, for this machine or another.
 
-    Exit 1: training does not fit. The command reads no weights. A preset is one of `create`: 10m, 85m, 400m or 800m.
+    Exit 1: training does not fit. The command reads no weights. The presets are those of model.create.
     """
     from safetrain.plan import estimate as estimates
     from safetrain.plan.machine import HERE, machine_to_plan_for
@@ -146,31 +146,3 @@ def selftest(
         do = "do not train on this machine; try another mlx version, and report these figures"
         raise MachineError(what, where=str(model), do=do)
     print("the self-test passed")
-
-
-def create(
-    preset: Annotated[str, Argument(help="10m, 85m, 400m or 800m")],
-    folder: Annotated[Path, Argument(metavar="DIR", help="folder to write; must not exist")],
-    text: Annotated[list[Path] | None, Option(help="text or rows to train the tokenizer; repeatable")] = None,
-    tokenizer: Annotated[Path | None, Option(help="copy the tokenizer of this model instead")] = None,
-    seed: Annotated[int, Option(min=0, help="seed of the initial weights")] = 42,
-) -> None:
-    """Make a new, untrained model for pretraining.
-
-    PRESET is the number of parameters, including embeddings.
-    """
-    from safetrain.core.model.presets import preset_named
-    from safetrain.create.model import create_model, describe_shape
-    from safetrain.data.validate import training_texts
-    from safetrain.watch.progress import say_on_terminal, still_working
-
-    if bool(text) == (tokenizer is not None):
-        expected = "--text FILE, to train one; or --tokenizer MODEL, to copy one as it is"
-        raise ConfigError("A model needs one tokenizer.", expected=expected)
-    shape, where = preset_named(preset), ", ".join(map(str, text or ()))
-    texts = training_texts(text or (), None)
-    with still_working(f"creating {folder}"):
-        shape = create_model(folder, shape, seed, texts=texts, where=where, tokenizer=tokenizer, say=say_on_terminal)
-    print_text(describe_shape(shape))
-    print_text(f"Created {folder}: {size_text(4 * shape.parameters)} of untrained weights.")
-    print_text(f"Inspect it: safetrain info {folder}. Train it: set model.path: {folder} in params.yaml")

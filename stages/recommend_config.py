@@ -1,7 +1,6 @@
 """Stage 3: choose the configuration for this data, model and machine, measure it, and write it with its reasons."""
 
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.pretraining import pretraining_lines
+from safetrain.plan.pretraining import pretraining_text
 from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
 
@@ -35,8 +34,8 @@ def main(config: Pipeline) -> None:
     recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     if config.train.method == PRETRAIN:
-        tokens, now = int(rows.train.documents.lengths.sum(dtype=np.int64)), datetime.now().astimezone()
-        print_text("\n".join(pretraining_lines(recommendation, model.parameters, tokens, now)))
+        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
+        print_text(pretraining_text(recommendation, model.parameters, tokens))
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 

@@ -6,12 +6,12 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
-from safetrain.core.model.presets import preset_named
+from safetrain.core.model.presets import PRESETS
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.create.model import create_model
+from safetrain.create.model import create_model, describe_shape
 from safetrain.data.corpus import FORMAT
 from safetrain.data.findings import summary
 from safetrain.data.folders import corpus_of
@@ -46,7 +46,7 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
-    """Create the model, with a tokenizer trained on the training rows; if the folder exists, use it, and say so."""
+    """Create the model; if the folder exists, use it, and say so."""
     if folder.exists():
         parameters = read_model_files(folder).parameters
         print_text(
@@ -54,9 +54,12 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
         )
         return
     texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns))
-    where, seed = config.data.path, config.train.seed
-    shape = create_model(folder, preset_named(preset), seed, texts=texts, where=where, say=say_on_terminal)
-    print_text(f"created {folder}: {shape.parameters:,} untrained parameters, {shape.vocabulary:,} tokens")
+    tokenizer = None if config.model.tokenizer is None else Path(config.model.tokenizer)
+    shape = create_model(
+        folder, PRESETS[preset], config.train.seed, texts=texts, where=config.data.path, tokenizer=tokenizer,
+        say=say_on_terminal,
+    )  # fmt: skip
+    print_text(f"created {folder}: untrained, {describe_shape(shape)}")
 
 
 def _validated(config: Pipeline) -> DataReport:

@@ -240,7 +240,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[s
     findings = Findings()
     for source in paths:
         if corpus_of(source):
-            do = "safetrain create PRESET DIR --tokenizer MODEL, with the model whose tokenizer made the corpus"
+            do = "set model.tokenizer to the model whose tokenizer made the corpus"
             raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=str(source), do=do)
         files = data_files_of(source, documents=True)
         for path in files.paths[: files.names.count("train")]:  # they come first

@@ -6,10 +6,8 @@ table 3). Up to four passes over the same text are worth nearly as much as new t
 """
 
 import math
-from collections.abc import Iterator
-from datetime import datetime, timedelta
 
-from safetrain.core.formatting import count_text, duration_text, size_text
+from safetrain.core.formatting import count_text
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.schema import Train
@@ -20,8 +18,6 @@ FAR_BELOW = 0.5  # share of the wanted tokens
 MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
 LEAST_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048
 HIGHEST_RATE = 4e-3
-DAY_SECONDS = 86_400
-FURTHEST_DAYS = 365_000
 
 
 def window_length(model: ModelFiles) -> int:
@@ -79,39 +75,22 @@ def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
 def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
     """Tokens that a recommended pretraining reads from training documents of ``tokens_there`` tokens."""
     passes = plan.num_epochs * tokens_there
-    return passes if plan.max_steps is None else min(passes, plan.max_steps * _step_tokens(plan))
+    if plan.max_steps is None:
+        return passes
+    return min(passes, plan.max_steps * plan.batch_size * plan.gradient_accumulation * plan.max_seq_length)
 
 
-def _step_tokens(plan: Recommendation) -> int:
-    return plan.batch_size * plan.gradient_accumulation * plan.max_seq_length  # windows are full
-
-
-def pretraining_lines(plan: Recommendation, parameters: int, tokens_there: int, now: datetime) -> Iterator[str]:
-    """Describe a recommended pretraining; ``now`` is its start."""
+def pretraining_text(plan: Recommendation, parameters: int, tokens_there: int) -> str:
+    """Compare the tokens that a recommended pretraining reads with those that the model wants."""
     target, trained = wanted_tokens(parameters), trained_tokens(plan, tokens_there)
     share, passes = trained / target, trained / max(1, tokens_there)
-    yield (
+    text = (
         f"{count_text(parameters)} parameters want {count_text(target)} tokens "
         f"({TOKENS_PER_PARAMETER} each); your data has {count_text(tokens_there)}, so {passes:.2g} "
         f"{'pass gives' if passes == 1 else 'passes give'} {100 * share:.3g} % of the tokens wanted"
     )
     if passes > MOST_PASSES:
-        yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
-    elif share < FAR_BELOW:
-        yield "this is far too little text for a model of this size: find more text, or train a smaller model"
-    disk = f"{size_text(plan.disk_bytes)} of checkpoints"
-    if plan.total_seconds is None or plan.step_seconds is None:
-        yield f"time unknown: no dry run was made; {disk}"
-        return
-    finish = f"finished on {finish_text(now, plan.total_seconds)} if it starts now"
-    per_second = _step_tokens(plan) / plan.step_seconds
-    yield f"{per_second:,.0f} tokens a second: {duration_text(plan.total_seconds)}, {finish}; {disk}"
-
-
-def finish_text(now: datetime, seconds: float) -> str:
-    """The end date, with the time if within two days; a number of years if the date is too far away."""
-    days = seconds / DAY_SECONDS
-    if days >= FURTHEST_DAYS:
-        return f"no date: {days / 365:,.0f} years"
-    end = now + timedelta(seconds=seconds)
-    return f"{end:%Y-%m-%d %H:%M}" if days < 2 else f"{end:%Y-%m-%d}"
+        return f"{text}\nmore than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
+    if share < FAR_BELOW:
+        return f"{text}\nthis is far too little text for a model of this size: find more text, or train a smaller model"
+    return text

@@ -11,13 +11,11 @@ from unittest.mock import Mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from models.recipe import build
-from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.model.presets import PRESETS, ModelShape, preset_named
+from safetrain.core.model.presets import PRESETS, ModelShape
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.create import model as create
 from safetrain.create.model import (
@@ -66,8 +64,8 @@ def digests(folder: Path) -> dict[str, str]:
 def test_a_preset_has_the_parameters_of_its_name(name: str) -> None:
     small, larger = (vocabulary_for(PRESETS["800m"], size) for size in (2**20, 2**24))
     assert 1024 <= small < 4096 < larger < PRESETS["800m"].vocabulary, "of a small text and of a larger one"
-    for vocabulary in (preset_named(name).vocabulary, 2048, 8192, 16384):
-        shape = with_vocabulary(preset_named(name), vocabulary)
+    for vocabulary in (PRESETS[name].vocabulary, 2048, 8192, 16384):
+        shape = with_vocabulary(PRESETS[name], vocabulary)
         assert shape.parameters == pytest.approx(SIZES[name], rel=0.03)
         assert shape.vocabulary == vocabulary
         assert shape.heads * shape.head == shape.hidden
@@ -149,7 +147,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         create_model(tmp_path / "new", TINY, 1, tokenizer=tmp_path)
     with pytest.raises(ConfigError, match="too small for a vocabulary of 100,000 tokens"):
-        with_vocabulary(preset_named("10m"), 100_000)
+        with_vocabulary(PRESETS["10m"], 100_000)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="already exists"):
         tiny(tmp_path / "there")
@@ -160,18 +158,6 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DiskFullError):
         tiny(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
-    words = ["create", "10m", str(tmp_path / "new")]
-    done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE)], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    for said in ("parameters", "of width 256", "tokens of text", "safetrain info"):
-        assert said in done.output
-    with pytest.raises(ConfigError, match="one tokenizer"):
-        CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)
-    with pytest.raises(ConfigError, match="No such preset"):
-        CliRunner().invoke(app, ["create", "12 apples", "new", "--text", "a"], catch_exceptions=False)
 
 
 QUANTIZED = ("quantization", "quantization_config")  # in config.json

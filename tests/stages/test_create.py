@@ -8,10 +8,11 @@ import pytest
 
 from safetrain.core.data.token_rows import TokenRows, TokenWindows
 from safetrain.core.data.training_rows import load_training_rows
-from safetrain.core.model.files import read_model_files
-from safetrain.core.model.presets import preset_named
+from safetrain.core.model.files import read_model_files, tokenizer_hash
+from safetrain.core.model.presets import PRESETS
 from safetrain.create.model import create_model
 from safetrain.data.validate import training_texts
+from tests.conftest import EMBEDDED
 from tests.corpora import TEXTS, tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 from tests.support.random_models import TINY, build_model
@@ -42,7 +43,10 @@ def test_a_corpus_is_for_a_training_from_scratch_alone(workspace: Workspace, mon
     assert rows.train.of_update([0]).data[0].ids.tolist() in [document[:17] for document in documents]
     new = ("model.path=models/none", "data.path=data/corpus", "model.create=85m", "train.method=pretrain")
     said = workspace.stage("validate_data", *new).stderr
-    assert "safetrain create PRESET DIR --tokenizer MODEL" in said
+    assert "set model.tokenizer to the model whose tokenizer made the corpus" in said
+    created = workspace.stage("validate_data", *new, "model.tokenizer=models/encyclopedia-3m").stdout
+    assert "created models/none: untrained, " in created
+    assert tokenizer_hash(workspace.folder / "models/none") == tokenizer_hash(EMBEDDED)
 
 
 def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace) -> None:
@@ -58,7 +62,7 @@ def test_the_first_stage_makes_the_model_that_is_not_there(workspace: Workspace)
     assert read_model_files(folder).fingerprint == before
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"  # these alone
-    create_model(folder, preset_named("10m"), 7, texts=training_texts([rows], None))
+    create_model(folder, PRESETS["10m"], 7, texts=training_texts([rows], None))
     assert read_model_files(folder).fingerprint == before
 
 

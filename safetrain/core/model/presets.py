@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from safetrain.core.errors import ConfigError
-
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, table 3
 RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 OWN_IDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
@@ -45,13 +43,6 @@ PRESETS = {
     "400m": ModelShape(1024, 34, 16, 4, 2688, 24576, 2048),
     "800m": ModelShape(1344, 39, 21, 7, 3584, 33792, 2048),
 }
-
-
-def preset_named(name: str) -> ModelShape:
-    """The shape of a preset; raises ConfigError for an unknown name."""
-    if name not in PRESETS:
-        raise ConfigError("No such preset.", expected=", ".join(PRESETS), got=name)
-    return PRESETS[name]
 
 
 def wanted_tokens(parameters: int) -> int:

@@ -37,10 +37,14 @@ def choice(*values: str | int) -> Any:
 
 @dataclass(kw_only=True)
 class Model:
-    """The base model. ``create`` is the preset of a new model, which is made if ``path`` does not exist."""
+    """The base model. ``create`` is the preset of a new model, which is made if ``path`` does not exist.
+
+    ``tokenizer``: a model whose tokenizer the new one copies; None: one is trained on the training rows.
+    """
 
     path: str
     create: str | None = choice("10m", "85m", "400m", "800m")
+    tokenizer: str | None
 
 
 @dataclass(kw_only=True)
@@ -156,6 +160,8 @@ def check_ranges(config: Pipeline) -> None:
     sections = [(section.name, getattr(config, section.name)) for section in dataclasses.fields(config)]
     problems = [problem for name, part in sections for problem in _impossible(name, part)]
     train, lora, method = config.train, config.lora, f"train.method = {config.train.method}"
+    if config.model.tokenizer and not config.model.create:
+        problems.append("model.tokenizer is set without model.create, which would copy it")
     if lora.targets is not None and not lora.targets:
         problems.append("lora.targets is an empty list; allowed: null (all linear layers), or at least one name")
     if train.method in WHOLE:
