@@ -22,12 +22,12 @@ import numpy as np
 from benchmarks.bench_stream import SHAPES
 from benchmarks.machine import write_result
 from benchmarks.quantized_model import write_quantized_model
-from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.data.validate import validate
 from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.engine.pairs import PairLoss
 from tests.support.random_models import TINY, build_model
 from tests.support.settings import SETTINGS
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
-from safetrain.core.run_folder import read_run
 from safetrain.core.storage.files import write_text
 from safetrain.watch.monitor import view_of
 from safetrain.watch.monitor_screen import MonitorScreen
+from safetrain.watch.run_folder import read_run
 
 THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
 FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)

@@ -17,9 +17,10 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
-    from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+    from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.engine.model import BaseModel
     from safetrain.export.comparison import ExportJob
+    from safetrain.watch.prompts import Prompts
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 
@@ -107,8 +108,8 @@ def card(
 
     The card is the folder's README.md. `fuse` writes one itself.
     """
-    from safetrain.core.run_folder import read_run
     from safetrain.watch.result import CARD, write_card
+    from safetrain.watch.run_folder import read_run
 
     remarks = write_card(folder, adapter, model, read_run(), replace=replace)
     print_text(f"Wrote the model card {folder / CARD}; read it before you share it.")
@@ -128,9 +129,9 @@ def push(
     """
     from typer import confirm
 
-    from safetrain.core.run_folder import read_run
     from safetrain.plan import hub
     from safetrain.watch.result import with_card
+    from safetrain.watch.run_folder import read_run
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = with_card(folder, Path(scratch) / hub_id.rpartition("/")[2], read_run())
@@ -240,13 +241,14 @@ class TalkOptions:
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything except the weights, so that mistakes are found at once; raises SafetrainError."""
-    from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+    from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
     from safetrain.core.results import adapter_to_use
-    from safetrain.core.run_folder import read_run
+    from safetrain.watch.prompts import Prompts
     from safetrain.watch.result import unmeasured
+    from safetrain.watch.run_folder import read_run
 
     remark = unmeasured(read_run()) if adapter == paths.ADAPTERS and not base else ""
     adapter = adapter_to_use(adapter)

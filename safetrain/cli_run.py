@@ -118,9 +118,9 @@ def result(
     """
     from omegaconf import OmegaConf
 
-    from safetrain.core.records.schema import gate_of
-    from safetrain.core.run_folder import read_evaluated, read_run
+    from safetrain.core.ranges import gate_of
     from safetrain.watch import result as results
+    from safetrain.watch.run_folder import read_evaluated, read_run
 
     require_project()
     if gate:
@@ -138,7 +138,8 @@ def diagnose(
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
-    from safetrain.core.records.run_state import describe, is_finished, read_postmortem
+    from safetrain.core.postmortem import describe, read_postmortem
+    from safetrain.core.records.run_state import is_finished
 
     require_project()
     from safetrain.guard.postmortem import explain_unclosed

@@ -37,8 +37,8 @@ def monitor(
     """
     from rich.console import Console
 
-    from safetrain.core.run_folder import RunReader
     from safetrain.watch.monitor import look_at
+    from safetrain.watch.run_folder import RunReader
 
     if not output.is_dir() and output == paths.OUTPUT:
         require_project()
@@ -97,8 +97,8 @@ def report(
     out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
 ) -> None:
     """Write a page about the last run: one self-contained file."""
-    from safetrain.core.run_folder import read_evaluated
     from safetrain.watch.report import write_report
+    from safetrain.watch.run_folder import read_evaluated
 
     require_project()
     target = out or paths.REPORT
@@ -119,7 +119,7 @@ def track(
     Sends steps, settings and scores, but no rows or answers. Each call makes a new run there. With WANDB_MODE=offline,
     it needs no account.
     """
-    from safetrain.core.run_folder import read_run
+    from safetrain.watch.run_folder import read_run
     from safetrain.watch.trackers import export
 
     require_project()

@@ -24,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.formatting import in_hydra_quotes
-from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, is_text, keys_of
+from safetrain.core.ranges import LIST, check_ranges, describe_allowed, is_text, keys_of
+from safetrain.core.records.schema import Pipeline
 from safetrain.core.results import settle
 from safetrain.core.signals import exit_code_of, handling, terminate
 from safetrain.core.storage.paths import shipped

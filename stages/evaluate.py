@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.store import open_split
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import held_out_in
@@ -15,6 +14,7 @@ from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
 from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.engine.pairs import PairLoss
 from safetrain.evaluate.general_text import general_text
 from safetrain.evaluate.scoring import evaluation_of
 from safetrain.stage import stage

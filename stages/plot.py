@@ -3,11 +3,11 @@
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import dvc
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.stage import stage
 from safetrain.watch.charts import pictures, write_pictures
 from safetrain.watch.report import write_report
+from safetrain.watch.run_folder import read_run
 
 
 @stage

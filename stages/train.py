@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from safetrain.core.hosts import HOSTS_FILE, hosts_of
 from safetrain.core.lock import training_lock
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport, require_data_of
 from safetrain.core.records.schema import PRETRAIN, Pipeline
-from safetrain.core.records.settings import HOSTS_FILE, Recommendation, hosts_of, job_of, require_plan_for, shared_by
+from safetrain.core.records.settings import Recommendation, job_of, require_plan_for, shared_by
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Provenance, StoreWriter, store_path
+from safetrain.core.data.store import Provenance, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.settings import LargestUpdate
+from safetrain.data.store_writer import StoreWriter
 
 MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 

@@ -18,8 +18,8 @@ import typer
 import yaml
 
 from safetrain.cli import app
-from safetrain.core import errors
-from safetrain.core.records import evaluation, metrics, reports, run_state, settings
+from safetrain.core import errors, postmortem
+from safetrain.core.records import evaluation, metrics, reports, settings
 from safetrain.plan import check_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ RECORDS = {
     "evaluation.json": (
         evaluation.Evaluation, evaluation.Improvement, evaluation.Score, evaluation.Forgetting, evaluation.Sample,
     ),
-    "postmortem.json": (run_state.PostMortem,),
+    "postmortem.json": (postmortem.PostMortem,),
 }  # fmt: skip
 SIGNALS = (
     (124, "The training process hung and was ended."),

@@ -8,9 +8,13 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.storage.paths import shipped
+
+if TYPE_CHECKING:
+    from safetrain.core.records.metrics import Proof
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
 RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
@@ -107,3 +111,19 @@ def run_again() -> str:
 def ran_by(lock: Path = Path("dvc.lock")) -> str:
     """Return the command that made a finished run; a lock file shows that DVC ran it."""
     return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")
+
+
+def describe_proof(proof: "Proof") -> str:
+    """Describe the adapter check in one line for a terminal."""
+    return (
+        f"adapter check: {proof.opened_by} opens the saved adapter and answers the same on "
+        f"{proof.opened.same_answers} of {proof.rows} rows (base: {proof.base.same_answers}), "
+        f"{proof.opened.divergence:.2g} nats per label apart (base: {proof.base.divergence:.2g})"
+    )
+
+
+def rows_text(rows: int, method: str) -> str:
+    """A number of rows as the method counts them: ``484 pairs`` of two rows, ``20 windows`` or ``1,656 rows``."""
+    if method in PAIRED:
+        return counted(rows // 2, "pair")
+    return counted(rows, "window" if method == PRETRAIN else "row")

@@ -253,3 +253,24 @@ def _allocate(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     os.pwrite(descriptor, bytes(RING_BYTES), 0)  # all pages in memory from the start, so that no record waits for one
     return descriptor
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """flight/run.json, which exists from the start of a training process until its end is explained."""
+
+    boot_id: str
+    command: str  # as the user typed it
+    started_seconds: float  # wall clock
+    started_monotonic_seconds: float
+    limit_bytes: int = 0  # on the process's memory
+    limit_name: str = ""
+
+
+def living_process(pid: int) -> psutil.Process | None:
+    """Return the process with this id if it runs and is not a zombie."""
+    try:
+        process = psutil.Process(pid) if pid > 0 else None
+        return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.Error:
+        return None

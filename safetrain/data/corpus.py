@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Corpus, Provenance, StoreWriter, Stretch, TokenFile, sampled_digest, store_path
+from safetrain.core.data.store import Corpus, Provenance, Stretch, TokenFile, sampled_digest, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
@@ -23,6 +23,7 @@ from safetrain.data.compare import batches
 from safetrain.data.findings import Findings
 from safetrain.data.folders import SPLITS, corpus_of
 from safetrain.data.split import split_report
+from safetrain.data.store_writer import StoreWriter
 
 FORMAT = "tokens of documents (datatrove)"
 PIECE = 2**21  # tokens to read at a time, or one longer document

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.store import Provenance, StoreWriter, store_path
+from safetrain.core.data.store import Provenance, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.words import mixed
@@ -20,6 +20,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import LengthQuantiles, SplitReport
 from safetrain.data.folders import SPLITS
+from safetrain.data.store_writer import StoreWriter
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # different questions that a split needs

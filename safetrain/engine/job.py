@@ -7,7 +7,7 @@ from pathlib import Path
 from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows, largest_update, load_training_rows, order_fingerprint
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.formatting import counted, rows_text, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import start_of, starting_point
@@ -18,7 +18,6 @@ from safetrain.core.records.settings import (
     TrainJob,
     identity_of,
     require_short_warmup,
-    rows_text,
     total_updates,
     usual_warmup,
 )

@@ -9,8 +9,8 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.pairs import PairLoss
 from safetrain.engine.batches import MicroBatch, Shard, Update
+from safetrain.engine.pairs import PairLoss
 
 
 def factored(update: Update, loss: PairLoss, sums: np.ndarray) -> tuple[float, Update]:

@@ -18,9 +18,9 @@ from safetrain.core.data.training_rows import Cursor, advance, rows_at
 from safetrain.core.errors import BadUpdateError, DataError, EngineError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
+from safetrain.core.postmortem import row_numbers
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
-from safetrain.core.records.run_state import row_numbers
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES

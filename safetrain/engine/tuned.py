@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import InterruptedRun
+from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.memory.estimate import setup_of
 from safetrain.core.memory.terms import FLOAT32, chunk_tokens
 from safetrain.core.model.files import ModelFiles
@@ -21,12 +21,7 @@ from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import (
     Likeness,
 )
-from safetrain.core.records.metrics import (
-    ComparedWith,
-    Proof,
-    proved_tokens,
-    require_proof,
-)
+from safetrain.core.records.metrics import ComparedWith, Proof, proved_tokens
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.backend import device
@@ -40,6 +35,12 @@ from safetrain.engine.state import best_file
 from safetrain.engine.upstream.adaptation import Head
 from safetrain.engine.upstream.loading import adapt_for_a_consumer, holds_adapters
 from safetrain.engine.weight_files import apply_adapter, load_arrays
+
+NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
+ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
+OF_LOSS = 10  # times the limit of a divergence: rounding moves a loss by its size, a divergence by its square
+NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
+DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of labels' hidden states, and of the rows compared
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
@@ -203,3 +204,26 @@ def _beat(watcher: Watcher, step: int) -> Beat:
             raise InterruptedRun(stop, what, do="run the same command again to finish")
 
     return beat
+
+
+def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
+    """Raise TrainingError if the adapter has no effect, or if the saved folder is not the tuned model.
+
+    In 16 bits, two ways to compute one model differ by a rounding that depends on the model, so the folder then fails
+    only if it is as close to the base as to the tuned model.
+    """
+    base, opened = proof.base, proof.opened
+    rounding, share = (ROUNDING_16_BIT, 0.5) if in_16_bit else (NO_CHANGE, 0.02)
+    gained = abs(base.loss - proof.tuned_loss)
+    if base.divergence < NO_CHANGE and gained < NO_CHANGE:
+        raise TrainingError(NO_EFFECT, where=adapter, do=DISCARD)
+    near, near_loss = max(rounding, share * base.divergence), max(OF_LOSS * rounding, share * gained)
+    if not (opened.divergence <= near and abs(opened.loss - proof.tuned_loss) <= near_loss):
+        raise TrainingError(
+            "The saved adapter is not the trained model: mlx-lm loads a different one.",
+            where=adapter,
+            expected=f"divergence of at most {near:.1e} nats per label, and the tuned loss, {proof.tuned_loss:.4f}",
+            got=f"divergence of {opened.divergence:.1e}, and a loss of {opened.loss:.4f}",
+            do="run the same command again, and do not change the folder meanwhile; if it fails again, "
+            "report this model's architecture",
+        )

@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
-from safetrain.core.data.pairs import PairLoss
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
@@ -26,6 +25,7 @@ from safetrain.engine.evaluation import summed_losses
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, Blocks, open_base
+from safetrain.engine.pairs import PairLoss
 from safetrain.engine.preferences import factored
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal

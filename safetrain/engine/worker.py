@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open_events
+from safetrain.core.formatting import describe_proof
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Phase, Recorder
-from safetrain.core.records.metrics import (
-    Proof,
-    StepRecord,
-    TrainingSummary,
-    append_csv,
-    describe_proof,
-    proof_passes,
-    start_csv,
-)
+from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, proof_passes, start_csv
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.results import publish
 from safetrain.core.signals import StopRequest, stop_on_signal, told_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.pairs import PairLoss, PairScores
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
+from safetrain.engine.pairs import PairLoss, PairScores
 from safetrain.evaluate.general_text import LEAST_PIECES, GeneralText
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text

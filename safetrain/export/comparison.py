@@ -13,10 +13,9 @@ from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import fingerprint, read_prompt_format, require_base
 from safetrain.core.records.evaluation import Z95, ExportReport, Likeness
-from safetrain.core.records.metrics import DISCARD, NO_CHANGE, NO_EFFECT
 from safetrain.engine.backend import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
-from safetrain.engine.tuned import TunedModel, sample_of
+from safetrain.engine.tuned import DISCARD, NO_CHANGE, NO_EFFECT, TunedModel, sample_of
 from safetrain.engine.weight_files import adapter_arrays, apply_adapter
 
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"

@@ -21,7 +21,8 @@ from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
 from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.run_state import PostMortem, describe, describe_rank, is_finished
+from safetrain.core.postmortem import PostMortem, describe, describe_rank
+from safetrain.core.records.run_state import is_finished
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LargestUpdate, Rung, TrainJob, TrainSettings
 from safetrain.core.results import is_complete, publish

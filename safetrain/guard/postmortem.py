@@ -3,29 +3,34 @@
 A training run that ended together with its supervisor leaves flight/run.json (the marker); the next run explains it.
 """
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from safetrain.core.errors import EngineError
-from safetrain.core.memory import system
 from safetrain.core.memory.system import OWN_LIMIT
-from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, boot_id, read_flight
-from safetrain.core.records.run_state import PostMortem, is_finished, newest_whole
-from safetrain.core.run_folder import RunMarker
+from safetrain.core.postmortem import PostMortem
+from safetrain.core.recorder import NO_WORK, FlightRecord, Phase, RunMarker, boot_id, read_flight
+from safetrain.core.records.run_state import is_finished, newest_whole
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import MACHINE, Ending, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, judge
+
+REPORTS = Path("/Library/Logs/DiagnosticReports")
+# Kill reasons that are not about memory (XNU kern_memorystatus.c, memorystatus_kill_cause_name).
+NOT_FOR_MEMORY = ("", "vnode-limit", "idle-exit", "diagnostic", "disk-space-shortage", "jettisoned")
+POLL_SECONDS = 0.1
 
 CAUSES_OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # not caused by a single rank
 REPORT_SECONDS = 5.0  # time that macOS needs to report a kill
@@ -83,7 +88,7 @@ def explain_unclosed(output: Path, default_command: str) -> PostMortem | None:
 
 def write_postmortem(output: Path, verdict: PostMortem) -> PostMortem:
     """Write the verdict; if that fails, as on a full disk, it is only printed."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         write_record(output / POSTMORTEM, verdict)
     return verdict
 
@@ -120,9 +125,7 @@ def _with_traces(ending: Ending, folder: Path) -> Ending:
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
     """Find out why a training run ended together with its supervisor."""
     started = marker.started_seconds if marker is not None else (flight / MARKER).stat().st_mtime
-    panics = tuple(
-        f"{path.name} is newer than its start" for path in system.reports_since("*.panic", started, system.REPORTS)
-    )
+    panics = tuple(f"{path.name} is newer than its start" for path in reports_since("*.panic", started, REPORTS))
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     if marker is not None and marker.boot_id != boot_id():
@@ -143,7 +146,7 @@ def _kernel_log(
     A report appears after the end; wait for it at most ``wait_seconds``.
     """
     if sys.platform == "darwin":
-        return system.killed_for_memory(pid, started_seconds, wait_seconds, system.REPORTS)
+        return killed_for_memory(pid, started_seconds, wait_seconds, REPORTS)
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -180,3 +183,45 @@ def _assemble(
         ended_seconds=time.time(),
         **known,
     )
+
+
+def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
+    """macOS's reports since a wall-clock time, sorted by name, including those that it has moved to a subfolder."""
+    found = []
+    for path in folder.rglob(pattern):
+        with contextlib.suppress(OSError):  # moved meanwhile
+            if path.name[0] != "." and path.stat().st_mtime >= since_seconds:
+                found.append(path)
+    return sorted(found)
+
+
+def killed_for_memory(
+    pid: int, since_seconds: float, wait_seconds: float = 0.0, folder: Path = REPORTS
+) -> tuple[str, ...]:
+    """Describe each of macOS's reports of killing process ``pid`` for lack of memory.
+
+    macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        kills = []
+        for path in reports_since("JetsamEvent-*.ips", since_seconds, folder):
+            with contextlib.suppress(OSError):
+                kills.append((path.name, jetsam_reason(path.read_text(encoding="utf-8", errors="replace"), pid)))
+        told = [f"{name}: process {pid} was killed ({why})" for name, why in kills if why not in NOT_FOR_MEMORY]
+        if told or time.monotonic() >= deadline:
+            return tuple(told)
+        time.sleep(POLL_SECONDS)
+
+
+def jetsam_reason(report: str, pid: int) -> str:
+    """The kill reason that a JetsamEvent report gives for a process; empty if that process was not killed.
+
+    A report is a line of JSON, then the body as JSON. It lists all processes; killed ones have a reason (Apple:
+    "Identifying high-memory use with jetsam event reports").
+    """
+    try:
+        processes = json.loads(report.partition("\n")[2])["processes"]
+        return next((str(each["reason"]) for each in processes if each.get("pid") == pid and each.get("reason")), "")
+    except (ValueError, KeyError, TypeError, AttributeError):  # truncated, or in another format
+        return ""

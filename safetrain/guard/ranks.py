@@ -22,10 +22,9 @@ import psutil
 
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.events import Failed, parse_event
+from safetrain.core.hosts import read_hostfile
 from safetrain.core.memory.terms import usable_cores
-from safetrain.core.recorder import read_flight
-from safetrain.core.records.settings import read_hostfile
-from safetrain.core.run_folder import living_process
+from safetrain.core.recorder import living_process, read_flight
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.paths import ERROR, RECORDER, STACKS, rank_folder
 from safetrain.guard.process import PEER_LOST, RING_PREFIX, Ending, WatchedProcess, WatchSettings

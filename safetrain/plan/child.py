@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.system import footprint_bytes, metal_budget_bytes, read_memory
+from safetrain.core.memory.system import footprint_bytes, read_memory
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
@@ -31,6 +31,7 @@ from safetrain.core.records.settings import SETTINGS, DryRun, TrainJob
 from safetrain.core.signals import handling
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_or_none, write_record
+from safetrain.plan.budget import metal_budget_bytes
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between two readings of a child's memory

@@ -13,22 +13,13 @@ import psutil
 import yaml
 
 from safetrain.core.errors import ConfigError, MachineError, broken_yaml
-from safetrain.core.memory.system import (
-    GIB,
-    budget_bytes,
-    cuda_budget_bytes,
-    memory_groups,
-    memory_limit_bytes,
-    metal_budget_bytes,
-    read_memory,
-    sysctl_number,
-    sysctl_text,
-)
+from safetrain.core.memory.system import GIB, memory_groups, memory_limit_bytes, read_memory, sysctl_number, sysctl_text
 from safetrain.core.memory.terms import FLOAT32, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, read_result
+from safetrain.plan.budget import budget_bytes, cuda_budget_bytes, metal_budget_bytes
 from safetrain.plan.child import (
     ChildFailed,
     answers_about,

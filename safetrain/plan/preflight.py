@@ -19,6 +19,7 @@ from safetrain.core.data.training_rows import TrainingRows, load_training_rows, 
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
+from safetrain.core.hosts import HOSTS_FILE, hosts_of
 from safetrain.core.memory.system import (
     CRITICAL,
     FREE_PERCENT,
@@ -30,11 +31,12 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import FAMILIES
+from safetrain.core.postmortem import read_postmortem
 from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
-from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_postmortem, read_run_state
+from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_run_state
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
-from safetrain.core.records.settings import HOSTS_FILE, Recommendation, hosts_of
+from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safetrain.core.formatting import count_text, counted, size_text
+from safetrain.core.formatting import count_text, counted, rows_text, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
@@ -21,7 +21,6 @@ from safetrain.core.records.settings import (
     TrainJob,
     require_short_warmup,
     resolve,
-    rows_text,
     total_updates,
     updates_per_epoch,
     usual_warmup,

@@ -14,8 +14,8 @@ from safetrain.core.events import Begun
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.schema import PAIRED
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_folder
+from safetrain.watch.run_folder import Run
 
 CURVES = {  # title, unit and field of StepRecord by the name of the picture
     "accuracy": ("Pairs whose chosen answer is preferred", "share of the validation pairs", "valid_accuracy"),

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Said, Started
+from safetrain.core.postmortem import PostMortem
 from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.run_state import PostMortem
 from safetrain.core.records.settings import TrainJob
-from safetrain.core.run_folder import Run, RunReader
 from safetrain.watch.charts import points_of, rungs_of_job
 from safetrain.watch.progress import MEASURE, time_left
+from safetrain.watch.run_folder import Run, RunReader
 
 MOST_EVENTS = 30
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")

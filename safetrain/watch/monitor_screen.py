@@ -7,13 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.postmortem import describe_rows
 from safetrain.core.recorder import Phase
-from safetrain.core.records.metrics import describe_pairs
-from safetrain.core.records.run_state import describe_rows
-from safetrain.core.run_folder import Run
 from safetrain.watch.charts import Points, points_of, smoothed
 from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, speed_of
-from safetrain.watch.progress import clock_text, time_left_text
+from safetrain.watch.progress import clock_text, describe_pairs, time_left_text
+from safetrain.watch.run_folder import Run
 
 CURVE_CELLS, BLOCKS = 32, "▁▂▃▄▅▆▇█"
 LOOK, WRONG = "look: ", "!! "  # in front of what needs attention

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Said
-from safetrain.core.formatting import duration_text, print_text
-from safetrain.core.records.metrics import StepRecord, TrainingSummary, describe_pairs
+from safetrain.core.formatting import counted, duration_text, print_text, rows_text
+from safetrain.core.records.metrics import StepRecord, TrainingSummary
+from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
@@ -156,3 +157,21 @@ def still_working(activity: str) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
+
+
+def describe_pairs(record: StepRecord | None) -> list[str]:
+    """Accuracy, margin and log-probabilities of a validation on pairs, with their names; empty without one."""
+    if record is None or record.valid_accuracy is None:
+        return []
+    texts = [f"accuracy {100 * record.valid_accuracy:.1f} %"]
+    logs = {"margin": record.valid_margin, "chosen": record.chosen_logp, "rejected": record.rejected_logp}
+    return texts + [f"{name} {round(value or 0.0, 4) + 0.0:.3g}" for name, value in logs.items()]
+
+
+def coverage_of(summary: TrainingSummary) -> str:
+    """A text such as ``484 pairs, each seen 6 times; 41,838 labels trained; no row truncated``."""
+    times = summary.steps / max(1, updates_per_epoch(summary.train_rows, summary.rows_per_update))
+    seen = f"each seen {times:.0f} times" if times.is_integer() else f"seen {times:.2f} times on average"
+    text = f"{rows_text(summary.train_rows, summary.method)}, {'each seen once' if times == 1 else seen}"
+    cut = f"{counted(summary.cut_rows, 'row') if summary.cut_rows else 'no row'} truncated"
+    return f"{text}; {summary.trained_tokens:,} labels trained" + ("" if summary.cut_rows is None else f"; {cut}")

@@ -8,17 +8,17 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from safetrain.core.events import Died
-from safetrain.core.formatting import counted, duration_text, dvc, printable, size_text
+from safetrain.core.formatting import counted, describe_proof, duration_text, dvc, printable, rows_text, size_text
+from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.records.evaluation import Score
-from safetrain.core.records.metrics import describe_proof
-from safetrain.core.records.run_state import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
-from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSettings, rows_text
-from safetrain.core.run_folder import Run
+from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.evaluation import describe_forgetting, describe_loss, describe_preference
 from safetrain.watch.monitor import State, state_of
+from safetrain.watch.progress import coverage_of
+from safetrain.watch.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
@@ -54,8 +54,8 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        configuration_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof, describe_rows,
-        environment_of, exact_text, history_of, memory_sizes, rows_text, status_of, verdict_of,
+        configuration_of, coverage_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof,
+        describe_rows, environment_of, exact_text, history_of, memory_sizes, rows_text, status_of, verdict_of,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))

@@ -9,19 +9,18 @@ import shutil
 from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, duration_text, dvc, size_text
+from safetrain.core.formatting import counted, duration_text, dvc, rows_text, size_text
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import EXPORT_REPORT, REPORT, Evaluation, ExportReport, Sample
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
-from safetrain.core.records.settings import rows_text
-from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.evaluation import Verdict, describe_evaluation, describe_sample, judge
-from safetrain.watch.progress import MEASURE
+from safetrain.watch.progress import MEASURE, coverage_of
+from safetrain.watch.run_folder import Run
 
 EXAMPLE = "data/example"  # ships with the project
 CARD = "README.md"
@@ -132,7 +131,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=method,
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
         summary=run.summary, lines=lines, fused=reports[0] if kind == "mlx" else None, size_text=size_text,
-        quoted=json.dumps,
+        quoted=json.dumps, coverage_of=coverage_of,
     )  # fmt: skip
     write_text(path, text)
     remarks = [] if license_of_base else ["the card has no licence: add the base model's"]

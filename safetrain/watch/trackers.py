@@ -13,8 +13,8 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, install_extra
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
-from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
+from safetrain.watch.run_folder import Run
 
 FOLDER = paths.OUTPUT / "trackers"
 PROJECT = "safetrain"

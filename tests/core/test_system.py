@@ -16,30 +16,27 @@ import psutil
 import pytest
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.hosts import Hosts, hosts_of, read_hostfile
 from safetrain.core.memory import system as memory_budget
 from safetrain.core.memory.system import (
     DATA_BESIDE_BYTES,
     RUSAGE_BYTES,
     MemoryBudget,
     Readings,
-    budget_bytes,
-    cuda_budget_bytes,
     footprint_bytes,
-    jetsam_reason,
-    killed_for_memory,
     memory_groups,
     memory_limit_bytes,
     memory_room_bytes,
-    metal_budget_bytes,
     most_footprint_bytes,
     oom_kills,
     own_limit_bytes,
     parse_rusage,
     read_memory,
-    reports_since,
     within_data_limit,
 )
-from safetrain.core.records.settings import Hosts, TrainJob, hosts_of, read_hostfile, shared_by
+from safetrain.core.records.settings import TrainJob, shared_by
+from safetrain.guard.postmortem import jetsam_reason, killed_for_memory, reports_since
+from safetrain.plan.budget import budget_bytes, cuda_budget_bytes, metal_budget_bytes
 from tests.conftest import ROOT
 from tests.core.readings import READINGS, Reading
 from tests.support.settings import SETTINGS

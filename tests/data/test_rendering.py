@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.tokenizer import ChatTokenizer, Prompts
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.data.forms import parse_row
 from safetrain.data.rows import RowError
 from safetrain.data.tokenize import text_ids
+from safetrain.watch.prompts import Prompts
 from tests.conftest import EMBEDDED
 from tests.data.models import Message, model_with, remarks, rendered, renderer, trained, turns
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.pairs import PairLoss
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, TrainingRows, row_order
 from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout, fill, update_at, update_of_rows
 from safetrain.engine.job import Job
+from safetrain.engine.pairs import PairLoss
 from safetrain.engine.run import REFERENCE_FILE
 from safetrain.engine.update import prepare
 from safetrain.engine.weight_files import adapter_arrays

@@ -14,6 +14,7 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import row_order
 from safetrain.core.errors import BadUpdateError, InterruptedRun, ModelError, TrainingError
+from safetrain.core.formatting import describe_proof
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.metrics import (
@@ -22,9 +23,7 @@ from safetrain.core.records.metrics import (
     Proof,
     StepRecord,
     append_csv,
-    describe_proof,
     parse_csv,
-    require_proof,
     start_csv,
 )
 from safetrain.core.records.run_state import RunIdentity
@@ -34,7 +33,7 @@ from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
 from safetrain.engine.training import Result, train
-from safetrain.engine.tuned import prove
+from safetrain.engine.tuned import prove, require_proof
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
 from tests.engine.exact import SETTINGS, rows_of
 from tests.support.jobs import job_of, with_rows

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-from safetrain.core.data.tokenizer import ChatTemplate, ChatTokenizer, Prompts
+from safetrain.core.data.tokenizer import ChatTemplate, ChatTokenizer
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.export.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary
+from safetrain.watch.prompts import Prompts
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer
 
 CONTROL, UNUSED, BYTE = 3, 5, 6

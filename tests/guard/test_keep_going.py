@@ -13,7 +13,7 @@ from safetrain.core.errors import MachineError, RunDied
 from safetrain.core.events import Event, Said
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.system import MemoryBudget, Readings
-from safetrain.core.records.run_state import read_postmortem
+from safetrain.core.postmortem import read_postmortem
 from safetrain.core.records.settings import LoraSettings, Rung, TrainJob, TrainSettings, identity_of
 from safetrain.core.storage.files import read_record, write_record
 from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER

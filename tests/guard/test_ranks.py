@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from safetrain.core.events import Event, Failed, Said
-from safetrain.core.records.run_state import PostMortem, describe
+from safetrain.core.postmortem import PostMortem, describe
 from safetrain.core.storage.paths import STACKS, rank_folder
 from safetrain.guard.postmortem import explain
 from safetrain.guard.process import Ending, WatchSettings

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from safetrain.core.events import Failed
+from safetrain.core.postmortem import describe, read_postmortem
 from safetrain.core.recorder import NO_WORK, Edge, FlightRecord, Phase, Recorder, Work, boot_id
-from safetrain.core.records.run_state import describe, name_of, read_postmortem, write_manifest
+from safetrain.core.records.run_state import name_of, write_manifest
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
 from safetrain.guard.process import Ending, Limit, MemoryReadings
@@ -159,7 +160,7 @@ def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
 ) -> None:
     """Each report lists every process: after `kill -9` by hand, this one was a bystander of a kill elsewhere."""
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("safetrain.core.memory.system.REPORTS", tmp_path)
+    monkeypatch.setattr("safetrain.guard.postmortem.REPORTS", tmp_path)
     monkeypatch.setattr("safetrain.guard.postmortem.REPORT_SECONDS", 0.1)
     ours = {"name": "python3.13", "pid": os.getpid(), "rpages": 131626} | ({"reason": reason} if reason else {})
     other = {"name": "spotlightknowledged", "pid": 73341, "reason": "per-process-limit"}

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import beyond_limit_bytes, memory_of_run, predicted_peak, total_bytes
-from safetrain.core.memory.system import cuda_budget_bytes
 from safetrain.core.memory.terms import Setup, Shape
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.model.presets import PRESETS
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.plan.budget import cuda_budget_bytes
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
 from safetrain.plan.estimate import estimate_of, model_to_estimate
 from safetrain.plan.machine import EXAMPLE, described_machines, machine_named

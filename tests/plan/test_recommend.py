@@ -14,20 +14,9 @@ from safetrain.core.memory.estimate import with_margin
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.model.presets import wanted_tokens
+from safetrain.core.ranges import check_ranges
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
-from safetrain.core.records.schema import (
-    SET,
-    WHOLE,
-    Data,
-    Evaluate,
-    Gate,
-    Lora,
-    Model,
-    Pipeline,
-    Preflight,
-    Train,
-    check_ranges,
-)
+from safetrain.core.records.schema import SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
 from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.pretraining import pretraining_text, trained_tokens

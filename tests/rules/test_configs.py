@@ -10,17 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.schema import (
-    CHOICES,
-    RANGE,
-    Evaluate,
-    Gate,
-    Lora,
-    Pipeline,
-    Train,
-    check_ranges,
-    describe_allowed,
-)
+from safetrain.core.ranges import check_ranges, describe_allowed
+from safetrain.core.records.schema import CHOICES, RANGE, Evaluate, Gate, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.data.forms import checked_columns
 from safetrain.stage import to_pipeline

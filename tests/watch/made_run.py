@@ -12,14 +12,14 @@ from typing import Any
 from safetrain.core.events import Begun, Died, Failed, Finished, Journal, Started
 from safetrain.core.lock import training_lock
 from safetrain.core.memory.system import MemoryBudget
-from safetrain.core.recorder import Edge, Phase, Recorder, Work, boot_id
+from safetrain.core.postmortem import PostMortem
+from safetrain.core.recorder import Edge, Phase, Recorder, RunMarker, Work, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
 from safetrain.core.records.metrics import ComparedWith, Proof, StepRecord, TrainingSummary, append_csv, start_csv
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
-from safetrain.core.records.run_state import PostMortem, RunIdentity, RunState, name_of, write_manifest, write_run_state
+from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest, write_run_state
 from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, Rung, TrainJob, TrainSettings
-from safetrain.core.run_folder import RunMarker
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER

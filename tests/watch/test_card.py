@@ -12,10 +12,10 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, fingerprint
 from safetrain.core.records.evaluation import REPORT, ExportReport, Likeness
-from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.result import write_card
+from safetrain.watch.run_folder import read_run
 from tests.watch.made_run import change, evaluation, make_run, sample
 
 SECRET = "You are the assistant of Anna Example."

@@ -17,16 +17,16 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, Started
+from safetrain.core.postmortem import describe_rows, read_postmortem
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, start_csv
-from safetrain.core.records.run_state import describe_rows, read_postmortem
-from safetrain.core.run_folder import Run, RunReader, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, losses_of, running_stage, speed_of, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
 from safetrain.watch.progress import TrainProgress, time_left, time_left_text
+from safetrain.watch.run_folder import Run, RunReader, read_run
 from tests.watch.made_run import (
     ENDINGS,
     ENDS_AT,

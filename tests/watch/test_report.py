@@ -16,15 +16,16 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import ran_by
 from safetrain.core.memory.system import MemoryBudget
+from safetrain.core.recorder import RunMarker
 from safetrain.core.records.evaluation import Improvement
 from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob
-from safetrain.core.run_folder import RunMarker, read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.watch.evaluation import describe_evaluation
 from safetrain.watch.report import write_report
 from safetrain.watch.result import describe_result, unmeasured
+from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import DEATH, UPDATES, change, data_report, evaluation, journal, make_dead, make_run, sample

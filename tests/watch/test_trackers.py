@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.records.metrics import start_csv
-from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
+from safetrain.watch.run_folder import read_run
 from safetrain.watch.trackers import FOLDER, export
 from tests.conftest import ROOT
 from tests.watch.made_run import evaluation, make_run, sample, steps

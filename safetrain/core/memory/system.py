@@ -1,21 +1,16 @@
-"""The memory budget of a training run, and readings: container limits, macOS values and reports, a process's footprint.
-
-Functions that read files take a folder or a text, so that recorded files can be read on any system.
+"""The memory budget of a training run, and readings: container limits, macOS values, a process's footprint.
 
 A footprint is the memory that the system charges to a process. On macOS it differs from resident memory, which leaves
 out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 GB of weights in use); phys_footprint,
 which Activity Monitor shows as "Memory", includes both.
 """
 
-import contextlib
 import ctypes
-import json
 import os
 import re
 import resource
 import struct
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,29 +18,16 @@ import psutil
 
 OWN_LIMIT = "train.memory_limit_gb"  # the name of a limit that the user has set
 GIB = 2**30
-# Shares of the working set that Metal recommends, for machines up to 16 GiB and larger ones: an M5 Pro of 24 GB starved
-# at 0.93, an 8 GB M1 trained at 0.9 (published: tests/core/readings.py).
-METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
-# Memory left to macOS, in addition to wired memory: macOS compresses and swaps the rest on demand.
-METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the share applies above 16 GiB
-LARGE_MACHINE_BYTES = 16 * GIB
-TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # if no reading is available; the second above 8 GiB
 LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no memory left to give
-# A CUDA context takes 0.13 to 0.75 GiB; cuBLAS workspaces and fragmentation take the rest (published: readings.py).
-CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140 MiB)
 DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured on Linux CPU: 0.3 GiB in sum)
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
 LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # cgroup v2, v1
 KILLS = ("memory.events", "memory.oom_control")
-REPORTS = Path("/Library/Logs/DiagnosticReports")
 PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by all users
 FREE_PERCENT = "kern.memorystatus_level"  # free memory in percent, as `memory_pressure -Q` prints it
 WARNING, CRITICAL = 2, 4  # pressure levels; 1 is normal, 0 is unknown
-# Kill reasons that are not about memory (XNU kern_memorystatus.c, memorystatus_kill_cause_name).
-NOT_FOR_MEMORY = ("", "vnode-limit", "idle-exit", "diagnostic", "disk-space-shortage", "jettisoned")
-POLL_SECONDS = 0.1
 STATUS = Path("/proc/self/status")
 RUSAGE_INFO_V4 = 4  # the first version with a lifetime peak, macOS 10.12
 RUSAGE_BYTES = 512  # larger than any version of the struct
@@ -90,40 +72,6 @@ def read_memory() -> Readings:
         return Readings(memory.total, memory.available)
     level, free = sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)
     return Readings(memory.total, memory.available, memory.wired, level, free)
-
-
-def metal_budget_bytes(
-    working_set_bytes: int, total_bytes: int, wired_bytes: int = 0, process_bytes: int = PROCESS_BYTES
-) -> int:
-    """Memory budget on Metal: a share of the working set plus ``process_bytes``, limited by what wired memory leaves.
-
-    The working set bounds Metal's buffers only, not Python's memory. psutil's ``available`` (inactive and free pages)
-    is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B model was trained
-    (MakazhanAlpamys/Soup #663, giampaolo/psutil #1503).
-    """
-    large = total_bytes > LARGE_MACHINE_BYTES
-    share = LARGE_METAL_SHARE if large else METAL_SHARE
-    reserve = int(METAL_RESERVE_SHARE * total_bytes) if large else METAL_RESERVE_BYTES
-    typical = TYPICAL_WIRED_BYTES if total_bytes <= LARGE_MACHINE_BYTES // 2 else LARGE_WIRED_BYTES
-    remaining = total_bytes - (wired_bytes or typical) - reserve
-    return max(0, min(int(share * working_set_bytes) + process_bytes, remaining))
-
-
-def cuda_budget_bytes(free_bytes: int) -> int:
-    """Memory budget on CUDA: a share of the device's free memory, minus the CUDA context."""
-    return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
-
-
-def budget_bytes(backend: str, device_bytes: int, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
-    """Memory that a training process may use on this machine now.
-
-    ``device_bytes``: the working set that Metal recommends, or the free memory of a CUDA device; 0 on a CPU.
-    """
-    if backend == "cuda":
-        return cuda_budget_bytes(device_bytes)
-    if backend == "metal":
-        return metal_budget_bytes(device_bytes, host.total_bytes, host.wired_bytes, process_bytes)
-    return host_room_bytes(host)
 
 
 def host_room_bytes(host: Readings) -> int:
@@ -213,46 +161,6 @@ def _sysctl(name: str, most_bytes: int) -> bytes:
     answer, size = ctypes.create_string_buffer(most_bytes), ctypes.c_size_t(most_bytes)
     known = ctypes.CDLL(None).sysctlbyname(name.encode(), answer, ctypes.byref(size), None, 0) == 0
     return answer.raw[: size.value] if known else b""
-
-
-def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """macOS's reports since a wall-clock time, sorted by name, including those that it has moved to a subfolder."""
-    found = []
-    for path in folder.rglob(pattern):
-        with contextlib.suppress(OSError):  # moved meanwhile
-            if path.name[0] != "." and path.stat().st_mtime >= since_seconds:
-                found.append(path)
-    return sorted(found)
-
-
-def killed_for_memory(
-    pid: int, since_seconds: float, wait_seconds: float = 0.0, folder: Path = REPORTS
-) -> tuple[str, ...]:
-    """Describe each of macOS's reports of killing process ``pid`` for lack of memory.
-
-    macOS writes the report seconds after the kill: ``wait_seconds`` is the time to wait for one.
-    """
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        reports = reports_since("JetsamEvent-*.ips", since_seconds, folder)
-        kills = [(path.name, jetsam_reason(_text(path), pid)) for path in reports]
-        told = [f"{name}: process {pid} was killed ({why})" for name, why in kills if why not in NOT_FOR_MEMORY]
-        if told or time.monotonic() >= deadline:
-            return tuple(told)
-        time.sleep(POLL_SECONDS)
-
-
-def jetsam_reason(report: str, pid: int) -> str:
-    """The kill reason that a JetsamEvent report gives for a process; empty if that process was not killed.
-
-    A report is a line of JSON, then the body as JSON. It lists all processes; killed ones have a reason (Apple:
-    "Identifying high-memory use with jetsam event reports").
-    """
-    try:
-        processes = json.loads(report.partition("\n")[2])["processes"]
-        return next((str(each["reason"]) for each in processes if each.get("pid") == pid and each.get("reason")), "")
-    except (ValueError, KeyError, TypeError, AttributeError):  # truncated, or in another format
-        return ""
 
 
 def _text(path: Path) -> str:

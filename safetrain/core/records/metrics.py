@@ -6,18 +6,11 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import TrainingError
-from safetrain.core.formatting import counted
-from safetrain.core.records.settings import TrainSettings, rows_text, updates_per_epoch
+from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_text
 
-NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
-ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens in an adapter check; trained tokens for each
 EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
-OF_LOSS = 10  # times the limit of a divergence: rounding moves a loss by its size, a divergence by its square
-NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
-DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
 
 
 @dataclass(frozen=True, slots=True)  # there may be a hundred thousand
@@ -103,15 +96,6 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     cut_rows: int | None = None  # training rows truncated to max_seq_length; None: unknown
     proof: Proof
 
-    @property
-    def coverage(self) -> str:
-        """A text such as ``484 pairs, each seen 6 times; 41,838 labels trained; no row truncated``."""
-        times = self.steps / max(1, updates_per_epoch(self.train_rows, self.rows_per_update))
-        seen = f"each seen {times:.0f} times" if times.is_integer() else f"seen {times:.2f} times on average"
-        text = f"{rows_text(self.train_rows, self.method)}, {'each seen once' if times == 1 else seen}"
-        cut = f"{counted(self.cut_rows, 'row') if self.cut_rows else 'no row'} truncated"
-        return f"{text}; {self.trained_tokens:,} labels trained" + ("" if self.cut_rows is None else f"; {cut}")
-
 
 @dataclass(frozen=True)
 class RunShape:
@@ -139,15 +123,6 @@ class RunShape:
     def mlx_limit_bytes(self) -> int:
         """mlx's memory limit: the larger of the measured and predicted peaks (a resumed run may measure too little)."""
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
-
-
-def describe_pairs(record: StepRecord | None) -> list[str]:
-    """Accuracy, margin and log-probabilities of a validation on pairs, with their names; empty without one."""
-    if record is None or record.valid_accuracy is None:
-        return []
-    texts = [f"accuracy {100 * record.valid_accuracy:.1f} %"]
-    logs = {"margin": record.valid_margin, "chosen": record.chosen_logp, "rejected": record.rejected_logp}
-    return texts + [f"{name} {round(value or 0.0, 4) + 0.0:.3g}" for name, value in logs.items()]
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
@@ -200,35 +175,3 @@ def proof_passes(trained_tokens: int, valid_tokens: int) -> float:
 def evaluation_seconds(training_seconds: float) -> float:
     """Time that evaluating both models may take after a training run of ``training_seconds``."""
     return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)
-
-
-def require_proof(proof: Proof, adapter: str, *, in_16_bit: bool) -> None:
-    """Raise TrainingError if the adapter has no effect, or if the saved folder is not the tuned model.
-
-    In 16 bits, two ways to compute one model differ by a rounding that depends on the model, so the folder then fails
-    only if it is as close to the base as to the tuned model.
-    """
-    base, opened = proof.base, proof.opened
-    rounding, share = (ROUNDING_16_BIT, 0.5) if in_16_bit else (NO_CHANGE, 0.02)
-    gained = abs(base.loss - proof.tuned_loss)
-    if base.divergence < NO_CHANGE and gained < NO_CHANGE:
-        raise TrainingError(NO_EFFECT, where=adapter, do=DISCARD)
-    near, near_loss = max(rounding, share * base.divergence), max(OF_LOSS * rounding, share * gained)
-    if not (opened.divergence <= near and abs(opened.loss - proof.tuned_loss) <= near_loss):
-        raise TrainingError(
-            "The saved adapter is not the trained model: mlx-lm loads a different one.",
-            where=adapter,
-            expected=f"divergence of at most {near:.1e} nats per label, and the tuned loss, {proof.tuned_loss:.4f}",
-            got=f"divergence of {opened.divergence:.1e}, and a loss of {opened.loss:.4f}",
-            do="run the same command again, and do not change the folder meanwhile; if it fails again, "
-            "report this model's architecture",
-        )
-
-
-def describe_proof(proof: Proof) -> str:
-    """Describe the adapter check in one line for a terminal."""
-    return (
-        f"adapter check: {proof.opened_by} opens the saved adapter and answers the same on "
-        f"{proof.opened.same_answers} of {proof.rows} rows (base: {proof.base.same_answers}), "
-        f"{proof.opened.divergence:.2g} nats per label apart (base: {proof.base.divergence:.2g})"
-    )

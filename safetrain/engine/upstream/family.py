@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import _get_classes
 
-from safetrain.core.model.rotary import SHARE, THETA, parts_of, scaling_of, text_part, with_older_keys, with_part
+from safetrain.engine.upstream.rotary import SHARE, THETA, parts_of, scaling_of, text_part, with_older_keys, with_part
 
 ROTATES = re.compile("rope|rotary", re.IGNORECASE)  # in the names of mlx-lm's classes
 SIZES = ("rotary_dim", "qk_rope_head_dim")  # these count, not a share of the head

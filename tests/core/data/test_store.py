@@ -13,7 +13,6 @@ from safetrain.core.data.store import (
     VERSION,
     Corpus,
     Store,
-    StoreWriter,
     Stretch,
     TokenFile,
     open_store,
@@ -25,6 +24,7 @@ from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, TokenW
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import tokenizer_hash
+from safetrain.data.store_writer import StoreWriter
 from tests.corpora import write_ds
 from tests.stores import MADE, add_row, write_store, write_stores
 

@@ -65,7 +65,7 @@ def hit(action: str, site: str = "micro-batch", occurrence: int = LATE_CALL, **m
 MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
 THROUGH_MLX_LAUNCH = """
 import sys
-from safetrain.core.records.settings import Hosts
+from safetrain.core.hosts import Hosts
 Hosts.all_here = property(lambda _self: False)
 sys.argv = ["stages.train", *sys.argv[1:]]
 from stages.train import main

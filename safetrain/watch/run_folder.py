@@ -17,30 +17,19 @@ import psutil
 from safetrain.core.events import Begun, Finished, JournalEntry, parse_journal
 from safetrain.core.lock import is_locked
 from safetrain.core.memory.system import footprint_bytes
-from safetrain.core.recorder import FlightHeader, FlightRecord, boot_id, read_flight
+from safetrain.core.postmortem import PostMortem
+from safetrain.core.recorder import FlightHeader, FlightRecord, RunMarker, boot_id, living_process, read_flight
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.run_state import Checkpoint, PostMortem, RunState, checkpoints_in
+from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, KEPT, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
 
 Kind = TypeVar("Kind")
-
-
-@dataclass(frozen=True)
-class RunMarker:
-    """flight/run.json, which exists from the start of a training process until its end is explained."""
-
-    boot_id: str
-    command: str  # as the user typed it
-    started_seconds: float  # wall clock
-    started_monotonic_seconds: float
-    limit_bytes: int = 0  # on the process's memory
-    limit_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,15 +204,6 @@ def read_evaluated(output: Path = paths.OUTPUT) -> Run:
     if run.evaluation is not None or kept.evaluation is None:
         return run
     return dataclasses.replace(kept, newer_step=run.summary.steps if run.summary else 0)
-
-
-def living_process(pid: int) -> psutil.Process | None:
-    """Return the process with this id if it runs and is not a zombie."""
-    try:
-        process = psutil.Process(pid) if pid > 0 else None
-        return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
-    except psutil.Error:
-        return None
 
 
 def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: tuple[JournalEntry, ...]) -> bool:
