@@ -8,8 +8,9 @@ from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.metrics import RunShape, evaluation_seconds
+from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.schema import PAIRED, Pipeline
+from safetrain.core.records.settings import Recommendation
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
@@ -21,28 +22,25 @@ from safetrain.stage import stage
 from safetrain.watch.evaluation import describe_evaluation, describe_sample
 from safetrain.watch.progress import EvaluationProgress
 
-# Shares of the evaluation's time; evaluating two models is two or three times as fast as training one
-ANSWERS, TEST_ROWS, GENERAL_TEXT = 0.5, 0.3, 0.2
+LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and are not informative
 
 
 @stage
 def main(config: Pipeline) -> None:
-    """Measure losses and answers of both models on as many test rows as the time allows."""
+    """Measure losses and answers of both models on as much as the plan, or evaluate.max_examples, says."""
     settings, base = config.evaluate, Path(config.model.path)
     run = read_result(paths.SUMMARY, RunShape)
-    seconds = evaluation_seconds(run.elapsed_seconds)
-    tokens = seconds * run.tokens_per_second  # tokens that training processes in that time
-    store, most = open_split("test", base), int(TEST_ROWS * tokens)
-    held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, most)
+    plan, store = read_result(paths.RECOMMENDED_CONFIG, Recommendation), open_split("test", base)
+    held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, plan.test_tokens)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
-    general = general_text(tokenizer, files.vocab_size, files.max_positions, int(GENERAL_TEXT * tokens))
+    general = general_text(tokenizer, files.vocab_size, files.max_positions, plan.general_tokens)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
     load_fast_blas()  # before anything imports mlx
     from safetrain.evaluate.examination import Examination
 
-    limits = settings.max_new_tokens, settings.max_examples, ANSWERS * seconds
-    examination = Examination(held_out, general, run, *limits, EvaluationProgress())
+    questions = settings.max_examples or max(LEAST_QUESTIONS, plan.answer_tokens // settings.max_new_tokens)
+    examination = Examination(held_out, general, run, settings.max_new_tokens, questions, EvaluationProgress())
     with ending_at_once():
         start = Path(run.from_adapter) if run.from_adapter else None
         found = examination.measure(base, start, paths.ADAPTERS)

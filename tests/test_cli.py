@@ -64,7 +64,7 @@ def tuned(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.chdir(tmp_path)
         write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
         adapter_of(base, paths.ADAPTERS)
-        write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+        write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28))
         return base
 
     return make

@@ -1,9 +1,7 @@
 """Compares models: loss on each held-out row and on general text, and answers to the rows' questions."""
 
 import gc
-import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +17,14 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.metrics import RunShape
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
-from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
+from safetrain.engine.evaluation import answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.weight_files import apply_adapter
 from safetrain.evaluate.general_text import GeneralText
 from safetrain.evaluate.scoring import ModelMeasures
 
-FIRST_QUESTIONS = MOST_ROWS  # always answered: fewer save little time and are not informative
 CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
-QUICK_WORK = 1e11  # weights times tokens of answers that take no noticeable time: a second or two on two cores
-Answers = dict[int, list[int]]  # ids, by the question's number
 
 
 @dataclass(frozen=True)
@@ -40,17 +35,15 @@ class Examination:
     general: GeneralText
     run: RunShape
     max_new_tokens: int
-    max_questions: int | None  # None: as many as the time allows
-    seconds: float  # for the answers of all models
+    max_questions: int
     beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
 
     def measure(self, base: Path, start: Path | None, tuned: Path) -> list[ModelMeasures]:
-        """Measure the base, with the adapter ``start`` if given, then with ``tuned``, which gets no more questions.
+        """Measure the base, with the adapter ``start`` if given, then with ``tuned``, on the same rows and questions.
 
         Raises TrainingError if a loss is not a number.
         """
         order = in_random_order(len(self.held_out.questions))[: self.max_questions]
-        seconds = self.seconds / 2 if self.max_questions is None else math.inf
         measures, model, files = list[ModelMeasures](), None, read_model_files(base)
         for name, adapter in (("base", start), ("tuned", tuned)):
             if model is None or start is not None:  # an adapter needs a model without one
@@ -59,8 +52,7 @@ class Examination:
                 model, limit_bytes = self._open(files)
             if adapter is not None:
                 apply_adapter(model, adapter)
-            measures.append(self._measure(name, model, files, limit_bytes, order, seconds))
-            order = list(measures[-1].answers)
+            measures.append(self._measure(name, model, files, limit_bytes, order))
         return measures
 
     def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
@@ -75,26 +67,20 @@ class Examination:
         return model, limit_bytes
 
     def _measure(
-        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, order: Sequence[int], seconds: float
+        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, order: Sequence[int]
     ) -> ModelMeasures:
         held_out, longest = self.held_out, self.max_new_tokens
         cache = CACHE_COPIES * 2 * files.num_layers * files.num_kv_heads * files.head_dim * FLOAT32
         token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # with a share of its row's logits
-
-        def ask(part: Sequence[int], done: int) -> Answers:
-            """Answer the questions of ``part``, after ``done`` earlier questions."""
-            prompts = [held_out.questions[number].prompt for number in part]
-            most_tokens = max(1, int((limit_bytes - mx.get_active_memory()) / token_bytes))
-            ids = answer(
-                model, prompts, held_out.stop_ids, longest, most_tokens,
-                lambda made: self.beat(name, "questions answered", done + len(part), done + made),
-            )  # fmt: skip
-            return dict(zip(part, ids, strict=True))
-
         losses = self._losses(name, model, held_out.rows, "test rows")
         general = self._losses(name, model, self.general.rows, "general texts")
-        first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * longest)))
-        return ModelMeasures(losses, in_time(ask, order, first, seconds), general)
+        prompts = [held_out.questions[number].prompt for number in order]
+        most_tokens = max(1, int((limit_bytes - mx.get_active_memory()) / token_bytes))
+        ids = answer(
+            model, prompts, held_out.stop_ids, longest, most_tokens,
+            lambda done: self.beat(name, "questions answered", len(order), done),
+        )  # fmt: skip
+        return ModelMeasures(losses, dict(zip(order, ids, strict=True)), general)
 
     def _losses(self, name: str, model: BaseModel, rows: TokenRows, kind: str) -> np.ndarray:
         begun = 0
@@ -118,23 +104,3 @@ def in_random_order(count: int) -> list[int]:
     order = list(range(count))
     random.Random(0).shuffle(order)
     return order
-
-
-def in_time(
-    ask: Callable[[Sequence[int], int], Answers],
-    order: Sequence[int],
-    first: int,
-    seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Answers:
-    """Answer the first ``first`` questions in ``order``, then as many more as fit into ``seconds`` in total.
-
-    More questions take at most proportionally longer than the first ones.
-    """
-    began = clock()
-    answers = ask(order[:first], 0)
-    times = (began + seconds - clock()) / max(1e-9, clock() - began)
-    if times >= 1 and len(order) > first:
-        most = first + int(min(times * first, len(order)))
-        answers |= ask(order[first:most], first)
-    return answers

@@ -29,7 +29,7 @@ from safetrain.core.memory.system import own_limit_bytes, within_data_limit
 from safetrain.core.memory.terms import WIDTH_STEP, Setup, Shape, base_bytes, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.adapter_files import starting_shape
-from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.reports import DataReport, Machine, SplitReport
 from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
@@ -139,6 +139,7 @@ class PlannedTraining:
     mean_tokens: float  # tokens that the model reads per row
     largest: Callable[[int, int], LargestUpdate]  # largest step for a length and a number of rows per step
     row_count: int  # rows per epoch
+    test: SplitReport
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
     valid_tokens: int = 0  # maximum tokens that a validation reads
 
@@ -179,7 +180,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         compute_dtype=compute_dtype_of(train, machine, model), machine=machine,
     )  # fmt: skip
     reasons, largest = {} if train.method in WHOLE else reasons, _largest_updates(inputs, train)
-    return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, usual, valid_tokens)
+    return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, data.test, usual, valid_tokens)
 
 
 def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:

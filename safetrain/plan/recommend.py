@@ -12,7 +12,7 @@ from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
 from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
-from safetrain.core.records.metrics import evaluation_seconds, proof_passes
+from safetrain.core.records.metrics import proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE
 from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
@@ -57,6 +57,10 @@ WHY_ON_DISK = {
     False: "the base fits into memory",
     True: "the base does not fit into memory: each block is read from disk twice per step",
 }
+# Tokens of the evaluation of both models, counted as tokens of training
+EVALUATION_SHARE, LEAST_EVALUATION = 0.06, 2.0**40  # of the training's; times weights: about a minute on two cores
+TEST_SHARE, ANSWER_SHARE, GENERAL_SHARE = 0.3, 0.5, 0.2
+ANSWER_COST, GENERAL_TEXT = 4, 2**14  # of a token of an answer; all pieces of the general text have fewer tokens
 
 
 def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Callable[[str], None]) -> Recommendation:
@@ -129,22 +133,52 @@ class _Search:
         )  # fmt: skip
 
 
-def _whole_seconds(question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, measured: DryRun) -> float:
+def _whole_seconds(
+    question: PlannedTraining, fit: Estimate, updates: int, sizes: dict[str, int], measured: DryRun
+) -> float:
     """Seconds of all steps and validations, the adapter check and the evaluation.
 
     A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
     weights.
     """
-    step_seconds, valid_tokens = measured.update_seconds, question.valid_tokens
-    fed_tokens = min(question.row_count, fit.rows_per_update) * min(fit.tokens, question.mean_tokens)
-    forward_seconds = step_seconds / max(1.0, fed_tokens) / (2 + (fit.checkpointing or question.train.method in WHOLE))
+    step_seconds, valid_tokens, test = measured.update_seconds, question.valid_tokens, question.test
+    fed_tokens = max(1.0, _fed_tokens(question, fit))
+    forward_seconds = step_seconds / fed_tokens / (2 + (fit.checkpointing or question.train.method in WHOLE))
     passes = (
         1
-        + math.ceil(updates / (question.train.eval_steps or eval_steps))
+        + math.ceil(updates / (question.train.eval_steps or sizes["eval_steps"]))
         + proof_passes(int(updates * fed_tokens), valid_tokens)
     )
-    training = step_seconds * updates
-    return round(training + forward_seconds * passes * valid_tokens + evaluation_seconds(training), 1)
+    answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.trained_tokens)
+    evaluated = min(sizes["test_tokens"], test.tokens) + answers + sizes["general_tokens"]
+    return round(step_seconds * (updates + evaluated / fed_tokens) + forward_seconds * passes * valid_tokens, 1)
+
+
+def _fed_tokens(question: PlannedTraining, fit: Estimate) -> float:
+    """Tokens that the model reads in a mean step."""
+    return min(question.row_count, fit.rows_per_update) * min(fit.tokens, question.mean_tokens)
+
+
+def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, int]:
+    """How much evaluate measures: a share of the training's tokens, so that no clock has a say in the results.
+
+    Powers of two, so that similar runs measure the same rows. A test row at least for each row of a usual step.
+    """
+    test, trained = question.test, updates * _fed_tokens(question, fit)
+    tokens = max(EVALUATION_SHARE * trained, LEAST_EVALUATION / fit.model.parameters)
+    sizes = {
+        "test_tokens": max(TEST_SHARE * tokens, 2 * ROWS_PER_UPDATE * min(fit.tokens, test.tokens / test.rows)),
+        "answer_tokens": 0 if fit.stream else ANSWER_SHARE * tokens / (2 * ANSWER_COST),
+        "general_tokens": min(GENERAL_SHARE * tokens, GENERAL_TEXT),
+    }
+    found = {name: 2 ** int(math.log2(max(1, size))) for name, size in sizes.items()}
+    part = min(1.0, found["test_tokens"] / test.tokens)
+    rows = counted(test.pairs, "test pair") if test.pairs else counted(test.rows, "test row")
+    reasons["test_tokens"] = f"{100 * part:.2g} % of {rows}; evaluate.max_examples sets another number"
+    longest = "as many questions as fit with evaluate.max_new_tokens each, at least 32"
+    reasons["answer_tokens"] = "32 questions: each token reads the base from disk" if fit.stream else longest
+    reasons["general_tokens"] = "of the general text, which shows what is forgotten"
+    return found
 
 
 def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun | None = None) -> Recommendation:
@@ -159,7 +193,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         rate = pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
     else:
         rate = learning_rate_for(fit, reasons)
-    intervals = _intervals(question, fit, updates, reasons)
+    sizes = {**_intervals(question, fit, updates, reasons), **_evaluated(question, fit, updates, reasons)}
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         batch_size=fit.rows,
@@ -168,7 +202,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         learning_rate=rate,
         num_epochs=epochs,
         max_steps=max_steps,
-        **intervals,
+        **sizes,
         dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
         stream_base=fit.stream,
@@ -189,7 +223,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         margin_bytes=0 if measured else max(0, with_margin(fit.terms) - fit.peak_bytes),
         basis=DRY_RUN if measured else CLOSED_FORM,
         step_seconds=round(measured.update_seconds, 4) if measured else None,
-        total_seconds=_whole_seconds(question, fit, updates, intervals["eval_steps"], measured) if measured else None,
+        total_seconds=_whole_seconds(question, fit, updates, sizes, measured) if measured else None,
         disk_bytes=disk_bytes_of(trained_parameters(fit), train.keep_checkpoints),
         measured_peak_bytes=measured.peak_bytes if measured else None,
         own_order=measured.own_order if measured else None,

@@ -1,7 +1,7 @@
-"""Answers are the model's own, in no more memory than rows of that length need, to as many questions as time allows."""
+"""Answers are the model's own, in no more memory than rows of that length need."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
 from safetrain.engine.upstream.generation import Conversation
 from safetrain.engine.weight_files import open_both, open_tuned
-from safetrain.evaluate.examination import in_random_order, in_time
 from tests.export.test_fuse import adapter_of
 from tests.support.families import build_family, config_of
 from tests.support.random_models import TINY, build_model, open_skeleton
@@ -73,32 +72,6 @@ def test_reading_prompts_takes_far_less_than_their_logits(tmp_path: Path) -> Non
     answer(model, [[3 + row] * tokens for row in range(rows)], frozenset(), 4, 2**20)
     logits_bytes = rows * tokens * model.module.args.vocab_size * 4
     assert mx.get_peak_memory() - before < logits_bytes / 2
-
-
-class Answerer:
-    """Takes so many seconds a question, on a clock of its own."""
-
-    def __init__(self, seconds: float, start: float = 0.0) -> None:
-        self.now, self.parts = 100.0, list[int]()
-        self._seconds, self._start = seconds, start
-
-    def clock(self) -> float:
-        return self.now
-
-    def __call__(self, part: Sequence[int], done: int) -> dict[int, list[int]]:
-        assert done == sum(self.parts)
-        self.parts.append(len(part))
-        self.now += self._start + self._seconds * len(part)
-        return {number: [number] for number in part}
-
-
-@pytest.mark.parametrize(("seconds", "start"), [(30.0, 10.0), (1000.0, 0.0), (1000.0, 10.0)])
-def test_no_more_time_is_taken_than_there_is(seconds: float, start: float) -> None:
-    ask, order = Answerer(1.0, start), in_random_order(10_000)
-    found = in_time(ask, order, 8, seconds, ask.clock)
-    assert list(found) == order[: len(found)]
-    assert ask.now - 100.0 <= seconds
-    assert len(found) >= (seconds - start * len(ask.parts)) / 3
 
 
 FIRST, SECOND = [5, 9, 13, 21, 34], [2, 55, 8, 40]

@@ -183,13 +183,14 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "lora.rank": (5,), "lora.scale": (3.3,), "lora.dropout": (0.0, 0.15), "lora.num_layers": (1,),
     "lora.targets": (["o_proj"],),
 }  # fmt: skip
+EVALUATED = {"test_tokens", "answer_tokens", "general_tokens"}  # no keys: evaluate.max_examples sets another number
 OF_THE_RUN = ("learning_rate", "warmup_steps", "save_steps", "eval_steps", "log_steps")  # the plan is the same without
 
 
 @pytest.mark.parametrize("method", ["lora", "full", "pretrain", "dpo", "orpo"])
 @pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
 def test_a_pinned_value_is_planned_and_trained_or_refused_by_its_name(method: str, backend: str) -> None:
-    assert set(UNUSUAL) == set(plan().reasons)
+    assert set(UNUSUAL) == set(plan().reasons) - EVALUATED
     model, kept = FLOATS if method in WHOLE else read_model_files(EMBEDDED), 0
     for key, value in ((key, value) for key, values in UNUSUAL.items() for value in values):
         for also in [{}] if method in WHOLE else [{}, {"stream_base": True}]:
@@ -276,6 +277,29 @@ def test_the_time_of_a_run_counts_the_validations_that_are_set() -> None:
         question = question_of(data(), machine(), read_model_files(EMBEDDED), train, NO_LORA_PINS, valid_tokens=10_000)
         seconds.append(recommendation_of(question, candidates_at(question, 512)[0], measured).total_seconds or 0.0)
     assert seconds[1] < seconds[0] < seconds[2]
+
+
+def test_how_much_is_evaluated_follows_from_the_training_and_from_no_clock() -> None:
+    """Similar runs measure the same rows, and any run more than a step's."""
+
+    def sizes(model: ModelFiles, epochs: int, seconds: float, rows: int) -> tuple[int, int, int]:
+        many, train = data(rows), dataclasses.replace(OPEN, num_epochs=epochs)
+        question = question_of(many, machine(), model, train, NO_LORA_PINS, row_count=1000)
+        fit = candidates_at(question, 512)[0]
+        plan = recommendation_of(question, fit, DryRun(10**8, 10**8, seconds, "cpu", 3.0, None))
+        assert plan.total_seconds is not None
+        assert plan.total_seconds > 1000 / 16 * epochs * seconds
+        return plan.test_tokens, plan.answer_tokens, plan.general_tokens
+
+    small = read_model_files(EMBEDDED)
+    large = dataclasses.replace(small, tensors=small.tensors * 100)
+    for model in (small, large):
+        assert sizes(model, 10, 0.01, 10**6) == sizes(model, 10, 60.0, 10**6)
+        assert sizes(model, 100, 1.0, 10**6) == sizes(model, 101, 1.0, 10**6)
+    assert all(more > less for more, less in zip(sizes(large, 999, 1.0, 9), sizes(large, 9, 1.0, 9), strict=True))
+    assert 16 * 100 <= sizes(large, 1, 1.0, 10**6)[0] <= 32 * 100
+    assert sizes(small, 1, 1.0, 220)[0] >= 220 * 100
+    assert "66 % of 1,000 test rows" in plan().reasons["test_tokens"]
 
 
 def test_pins_that_the_model_cannot_take_are_errors() -> None:

@@ -30,7 +30,7 @@ UPDATES = 30
 PLAN = Recommendation(
     batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, warmup_steps=2,
     save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, stream_base=False,
-    compute_dtype=None, lora=SETTINGS.lora,
+    compute_dtype=None, lora=SETTINGS.lora, test_tokens=4096, answer_tokens=512, general_tokens=2048,
     largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
     planned_model="models/tiny", planned_backend="cpu", planned_adapter="",
     reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows"},

@@ -10,7 +10,6 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_text
 
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens in an adapter check; trained tokens for each
-EVALUATION_SHARE, LEAST_EVALUATION_SECONDS = 0.06, 35.0  # share of the training's time; least time
 
 
 @dataclass(frozen=True, slots=True)  # there may be a hundred thousand
@@ -107,8 +106,6 @@ class RunShape:
     compute_dtype: str | None
     peak_memory_bytes: int
     predicted_peak_bytes: int
-    elapsed_seconds: float  # time of the updates
-    tokens_per_second: float = 0.0  # input tokens, without padding
     method: str = "lora"
     beta: float = 0.1
     stream_base: bool = False
@@ -170,8 +167,3 @@ def proved_tokens(trained_tokens: int) -> int:
 def proof_passes(trained_tokens: int, valid_tokens: int) -> float:
     """Time of the adapter check, in validations: three passes over a sample of the rows."""
     return 3 * min(1.0, proved_tokens(trained_tokens) / max(1, valid_tokens))
-
-
-def evaluation_seconds(training_seconds: float) -> float:
-    """Time that evaluating both models may take after a training run of ``training_seconds``."""
-    return max(LEAST_EVALUATION_SECONDS, EVALUATION_SHARE * training_seconds)

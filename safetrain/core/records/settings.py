@@ -144,6 +144,9 @@ class Recommendation:
     stream_base: bool
     compute_dtype: str | None  # None: as the base is stored
     lora: LoraSettings
+    test_tokens: int  # most tokens of test rows that evaluate measures; more rows are sampled
+    answer_tokens: int  # the same for a model's answers
+    general_tokens: int  # the same for the general text
     largest_update: LargestUpdate  # step that the memory is predicted for
     planned_method: str
     planned_optimizer: str
