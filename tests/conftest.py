@@ -20,8 +20,6 @@ import pytest
 from safetrain.core.storage.files import cache_directory
 from safetrain.engine.cpu.blas import load_fast_blas
 
-# Threads of OpenBLAS that have nothing to do give way at once: other tests run meanwhile. No number depends on it.
-os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 load_fast_blas()  # before any test imports mlx
 BLAS_CACHE = cache_directory() / "blas"
 BLAS_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -64,14 +64,17 @@ def answer(
     ends, answers = stop_ids | model.eos_ids, [list[int]() for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows = min(len(prompts), MOST_ROWS, max_tokens // (-(-longest // CACHE_STEP) * CACHE_STEP))
-    if rows > 1 and model.continues_padded:
-        tokens = together(model.module, prompts, ends, max_new_tokens, rows)
-    else:
-        tokens = one_by_one(model.module, prompts, ends, max_new_tokens)
+    rows = rows if rows > 1 and model.continues_padded else 1
+    tokens = (
+        together(model.module, prompts, ends, max_new_tokens, rows)
+        if rows > 1
+        else one_by_one(model.module, prompts, ends, max_new_tokens)
+    )
     shares = [0.0] * len(prompts)
-    for number, token, ended in tokens:
-        if token not in ends:
-            answers[number].append(token)
-        shares[number] = 1.0 if ended else len(answers[number]) / max_new_tokens
-        beat(sum(shares))
+    with model.answering(rows):
+        for number, token, ended in tokens:
+            if token not in ends:
+                answers[number].append(token)
+            shares[number] = 1.0 if ended else len(answers[number]) / max_new_tokens
+            beat(sum(shares))
     return answers

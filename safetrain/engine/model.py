@@ -13,7 +13,7 @@ are the model's own. In any other pass, as for answers, a stub reads its block, 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ import psutil
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles
 from safetrain.engine.backend import device
-from safetrain.engine.layers import Randomness, give
+from safetrain.engine.cpu.blas import blas_threads, cores
+from safetrain.engine.layers import Randomness, give, inputs_of
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.adaptation import (
     Head,
@@ -42,6 +43,8 @@ from safetrain.engine.upstream.loading import errors_told, load, ready_to_comput
 
 OUTSIDE = -1  # block number of the weights outside of blocks: embedding, head, norms
 PROBE_TOKENS = 8
+LEAST_SHARED = 2**26  # multiplications in a mean product that several threads share (benchmarks/bench_threads.py)
+ROWS_AS_SLOW = 16  # so many rows take as long as one: the weights have to be read
 CANNOT_READ = ("[read]", "[load", "Unable to read", "Failed to open")  # in mlx's messages
 AS_IT_WAS = "put the model back as it was, then run the same command: it continues from the last checkpoint"
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments after the hidden states: mask, cache, positions
@@ -253,6 +256,16 @@ class BaseModel:
         """This model reduced to its head, so that all other weights can be freed."""
         split = None if self.split is None else dataclasses.replace(self.split, trunk=self.split.project)
         return dataclasses.replace(self, module=None, split=split, blocks=None)
+
+    def answering(self, rows: int) -> AbstractContextManager[None]:
+        """Generate ``rows`` answers at a time with all threads of a CPU; with one if its products are small.
+
+        The threads of a product wait for each other: for milliseconds if another program is busy.
+        """
+        parts = (part for block in self.module.layers for _, part in block.named_modules() if "weight" in part)
+        sizes = [len(part.weight) * inputs_of(part) for part in parts if part.weight.ndim == 2]
+        is_large = max(rows, ROWS_AS_SLOW) * sum(sizes) > LEAST_SHARED * len(sizes)
+        return blas_threads(1 if is_large else cores())
 
     @functools.cached_property
     def continues_padded(self) -> bool:

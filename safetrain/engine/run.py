@@ -14,7 +14,7 @@ import numpy as np
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.memory.terms import most_shards_of_whole
+from safetrain.core.memory.terms import MOST_SHARDS, most_shards_of_whole
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
@@ -24,6 +24,7 @@ from safetrain.core.storage.paths import UNFINISHED
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import BatchLayout, MicroBatch, training_layout
+from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
@@ -96,6 +97,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     recorder.device(device().label)
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
+    use_threads(min(settings.threads or cores(), cores()))
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base_folder, settings, recorder, tracer)
@@ -167,16 +169,17 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watch
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     """Lay out micro-batches that hold ``batch_size`` of the longest rows.
 
-    On CPU a resumed run keeps its number of shards, even with a different number of cores; a GPU has one.
+    On CPU a resumed run keeps its number of threads, even with a different number of cores.
     """
     layout = training_layout(model, job.settings.batch_size, job.train)
     if not device().on_cpu:
         return layout
-    if job.settings.method == PRETRAIN and not state.shards:
+    state.threads = state.threads or cores()
+    use_threads(state.threads)
+    most = MOST_SHARDS
+    if job.settings.method == PRETRAIN:
         most = most_shards_of_whole(sum(weight.size for weight in adapter_weights(model).values()))
-        layout = dataclasses.replace(layout, shards=min(layout.shards, most))
-    state.shards = state.shards or layout.shards
-    return dataclasses.replace(layout, shards=state.shards)
+    return dataclasses.replace(layout, shards=min(state.threads, most, MOST_SHARDS))
 
 
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:

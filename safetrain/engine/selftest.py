@@ -20,6 +20,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, largest_windows, rows_at
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
+from safetrain.core.memory.terms import MOST_SHARDS
 from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import (
@@ -36,6 +37,7 @@ from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Update, fill, training_layout, update_at, update_of_rows
+from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.job import Job, own_largest_update
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.run import TrainingRun, Watcher, open_run
@@ -52,6 +54,7 @@ NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
 TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; four timings take less than half a second
 MOST_TIMED = 6  # updates that a dry run times
+CLEARLY_FASTER = 0.8  # share of the time with all threads; other programs may be busy only now
 RATE = 1e-6  # learning rate of a dry run, whose weights are discarded
 Measured = tuple[int, float, int]  # an update: mlx's memory peak in bytes, seconds, and tokens
 
@@ -285,8 +288,11 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     rows = job.train
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), job.settings.rows_per_update)
     _, seconds, tokens = made[-1]
+    threads = cores() if device().on_cpu else None
     if seconds / tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
-        timed = _time_updates(run)
+        timed = _time_updates(run, DRY_RUN_TIMED_SECONDS)
+        if threads is not None:
+            timed, threads = _with_fewer_threads(run, timed, threads)
     else:
         timed = made[1:] or made if device().on_cpu else [_make(run, largest)]  # on a GPU the first one compiles
     update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
@@ -294,7 +300,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     if len(made) == len(largest_updates):
         own_order = OwnOrder(own_largest_update(job, device().name), max(peak for peak, _, _ in [*own, *timed]))
     peak = max(peak for peak, _, _ in [*made, *timed])
-    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
+    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order, threads)
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:
@@ -319,7 +325,7 @@ def _make(run: TrainingRun, update: Update) -> Measured:
     return mx.get_peak_memory(), time.perf_counter() - began, update.input_tokens
 
 
-def _time_updates(run: TrainingRun) -> list[Measured]:
+def _time_updates(run: TrainingRun, most_seconds: float) -> list[Measured]:
     """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
     updates = list[Measured]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
@@ -328,9 +334,29 @@ def _time_updates(run: TrainingRun) -> list[Measured]:
         if not device().on_cpu:
             _make(run, update)
         updates.append(_make(run, update))
-        if sum(seconds for _, seconds, _ in updates) > DRY_RUN_TIMED_SECONDS:
+        if _seconds(updates) > most_seconds:
             break
     return updates
+
+
+def _with_fewer_threads(run: TrainingRun, timed: list[Measured], threads: int) -> tuple[list[Measured], int]:
+    """Time the same updates with fewer threads; keep these if they are clearly faster.
+
+    Slow updates are not timed again: their products are large. Beside one busy program all threads stay the choice.
+    """
+    for fewer in (MOST_SHARDS, 1):
+        most_seconds = CLEARLY_FASTER * _seconds(timed)
+        if fewer < threads and _seconds(timed) < DRY_RUN_TIMED_SECONDS:
+            use_threads(fewer)
+            run.layout = dataclasses.replace(run.layout, shards=min(run.layout.shards, fewer))
+            again = _time_updates(run, most_seconds)
+            if len(again) == len(timed) and _seconds(again) < most_seconds:
+                timed, threads = again, fewer
+    return timed, threads
+
+
+def _seconds(updates: list[Measured]) -> float:
+    return sum(seconds for _, seconds, _ in updates)
 
 
 def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:

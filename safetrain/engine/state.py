@@ -62,7 +62,7 @@ class TrainState:
     computed_tokens: int = 0  # with padding
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     validations_since_best: int = 0
-    shards: int = 0  # of a micro-batch, computed side by side; rounding and dropout depend on it
+    threads: int = 0  # that compute on a CPU; rounding and dropout depend on them (BatchLayout.shards)
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     base_valid_loss: float | None = None  # before the first step
     valid_loss: float | None = None  # of the last validation

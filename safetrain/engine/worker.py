@@ -140,7 +140,7 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
 def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str) -> TrainingSummary:
     rows, state = job.rows, result.state
     return TrainingSummary(
-        **vars(job.settings),
+        **{**vars(job.settings), "threads": state.threads or None},
         **vars(result.metrics),
         base_model=job.base,
         train_rows=len(rows.train),

@@ -23,7 +23,7 @@ import psutil
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.events import Failed, parse_event
 from safetrain.core.hosts import read_hostfile
-from safetrain.core.memory.terms import usable_cores
+from safetrain.core.memory.terms import THREADS, usable_cores
 from safetrain.core.recorder import living_process, read_flight
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.paths import ERROR, RECORDER, STACKS, rank_folder
@@ -34,7 +34,6 @@ HOSTS = "hosts.json"  # in the flight folder: the hostfile as mlx.launch underst
 EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
 LOOPBACK = "127.0.0.1"
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
-THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU; engine/backend.py also derives its number of streams
 PASSED_ON = ("PYTHONPATH",)  # environment variables for ranks on other machines
 PARENT = "0"  # the worker's argument: its parent is its supervisor
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")

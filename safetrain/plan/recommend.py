@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from safetrain.core.formatting import count_text, counted, rows_text, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
-from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, trained_parameters
+from safetrain.core.memory.terms import FLOAT32, THREADS, WIDTH_STEP, trained_parameters, usable_cores
 from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.metrics import proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE
@@ -194,6 +194,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
     else:
         rate = learning_rate_for(fit, reasons)
     sizes = {**_intervals(question, fit, updates, reasons), **_evaluated(question, fit, updates, reasons)}
+    reasons["threads"] = _why_threads(fit, measured)
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         batch_size=fit.rows,
@@ -202,6 +203,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         learning_rate=rate,
         num_epochs=epochs,
         max_steps=max_steps,
+        threads=measured.threads if measured else None,
         **sizes,
         dequantize_base=fit.dequantize,
         gradient_checkpointing=fit.checkpointing,
@@ -230,6 +232,15 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         measured_footprint_bytes=measured.footprint_bytes if measured else None,
         verified=taken_bytes <= (machine.memory_budget_bytes if fit.on_cpu else machine.memory_budget.mlx_bytes),
     )
+
+
+def _why_threads(fit: Estimate, measured: DryRun | None) -> str:
+    if not fit.on_cpu:
+        return "the GPU computes"
+    if measured is None:
+        return f"not measured: all cores, or {THREADS}"
+    is_all = measured.threads == usable_cores()
+    return f"all cores, or {THREADS}" if is_all else "clearly faster in the dry run than all cores"
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:

@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,9 +29,11 @@ from safetrain.core.records.metrics import (
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings, identity_of
 from safetrain.engine.backend import device
+from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
+from safetrain.engine.selftest import dry_run
 from safetrain.engine.training import Result, train
 from safetrain.engine.tuned import prove, require_proof
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
@@ -141,6 +143,35 @@ def test_an_interrupted_run_continues_bit_for_bit(tiny_model: Build, tmp_path: P
     again = run(job_in(broken, base))  # as where the process dies before its result is written down
     assert (again.state.resumed_from_step, again.metrics) == (15, result.metrics)
     assert again.state.trained_tokens == result.state.trained_tokens
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = cores()
+    use_threads(2)
+    yield
+    use_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_resumed_run_keeps_its_threads(tiny_model: Build, tmp_path: Path) -> None:
+    """They decide how rows are divided, which random numbers dropout draws, and how sums are rounded."""
+    base = tiny_model(bits=4)
+    run(job_in(tmp_path / "whole", base))
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "broken", base), 7)
+    use_threads(1)
+    assert run(job_in(tmp_path / "broken", base)).state.threads == 2
+    require_same_run(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("clearly_faster", "threads"), [(0.0, 2), (100.0, 1)])
+def test_a_dry_run_finds_the_threads(
+    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clearly_faster: float, threads: int
+) -> None:
+    monkeypatch.setattr("safetrain.engine.selftest.CLEARLY_FASTER", clearly_faster)
+    assert dry_run(job_in(tmp_path, tiny_model(bits=4)), tmp_path).threads == threads
 
 
 def test_the_best_adapter_is_kept_not_the_last(tiny_model: Build, tmp_path: Path) -> None:

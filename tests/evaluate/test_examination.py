@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
@@ -155,3 +156,20 @@ def logits(model: BaseModel) -> np.ndarray:
 
 def arrays(model: BaseModel) -> list[tuple[str, mx.array]]:
     return tree_flatten(model.module.parameters())
+
+
+@pytest.mark.parametrize(("rows_as_slow", "threads"), [(16, 1), (10**6, 2)])
+def test_small_products_are_not_shared_by_threads(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rows_as_slow: int, threads: int
+) -> None:
+    """A thread that waits for another one loses milliseconds beside a busy program."""
+    monkeypatch.setattr("safetrain.engine.model.ROWS_AS_SLOW", rows_as_slow)
+    model, seen, before = open_base(tiny_model(), dequantize=False), list[int](), cores()
+    use_threads(2)
+    try:
+        answer(model, prompts_of(5, 9), frozenset(), 4, 10**6, lambda _: seen.append(cores()))
+        talk = Conversation(model, frozenset(), None, max_new_tokens=4)
+        seen += [cores() for _ in talk.answer(prompts_of(5)[0])]
+        assert (set(seen), cores()) == ({threads}, 2)
+    finally:
+        use_threads(before)

@@ -39,7 +39,7 @@ class Workspace:
                 shutil.copy2(source, target)
                 if source.name == "__init__.py" and (compiled := source.parent / "__pycache__").is_dir():
                     shutil.copytree(compiled, target.parent / "__pycache__")  # by the same times, which copy2 keeps
-        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR", "OPENBLAS_THREAD_TIMEOUT")
+        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}",

@@ -11,6 +11,7 @@ from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, is_target
 
+THREADS = "OPENBLAS_NUM_THREADS"  # environment variable: threads of matrix products on a CPU
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
 ADAPTED_LAYERS = 7  # most linear layers in a block
 CHUNK_BYTES = 64 * 2**20  # logits, their softmax and their gradient in memory at one time
@@ -130,10 +131,11 @@ class Setup:
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use."""
+    """Processor cores that this process may use; at most OPENBLAS_NUM_THREADS, which a user may set."""
+    cores, own = os.cpu_count() or 1, os.environ.get(THREADS, "")
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, int(own))) if own.isdecimal() else cores
 
 
 def width_of(tokens: int, *, rectangles: bool) -> int:

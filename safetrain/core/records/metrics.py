@@ -110,6 +110,7 @@ class RunShape:
     beta: float = 0.1
     stream_base: bool = False
     from_adapter: str | None = None
+    threads: int | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -14,6 +14,7 @@ ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base")
+ROUNDING_ONLY = (*MEMORY_ONLY, "threads")  # these change results only by rounding and dropout's random numbers
 PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
     "compute_dtype", "stream_base",
@@ -63,6 +64,7 @@ class TrainSettings:
     stream_base: bool = False  # the base stays on disk, and each block is read when it is computed
     beta: float = 0.1  # of dpo and orpo
     from_adapter: str | None = None  # folder of the adapter that training begins with; None: a new one
+    threads: int | None = None  # of a CPU, at most; None: all cores
 
     @property
     def rows_per_update(self) -> int:
@@ -124,6 +126,7 @@ class DryRun:
     device: str
     own_seconds: float  # of the whole dry run, without the start of Python
     own_order: OwnOrder | None  # None if updates are so slow that the dry run makes only one
+    threads: int | None = None  # with which updates are fastest on this CPU
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class Recommendation:
     measured_footprint_bytes: int | None  # memory of the dry run's process
     verified: bool  # whether a dry run fits the budget
     max_steps: int | None = None  # steps after which the run ends; None: num_epochs applies
+    threads: int | None = None  # of a CPU, as measured by the dry run; None: all cores
 
     @property
     def memory_budget(self) -> MemoryBudget:
@@ -302,12 +306,11 @@ def identity_of(settings: TrainSettings) -> str:
     """The settings that decide the results, as text: an unfinished run resumes only with the same ones.
 
     They exclude the first adapter, which RunIdentity.base_model includes, how often a run logs or saves, the limit for
-    bad updates (after one, a run may continue with another limit), and settings for memory, which change results only
-    by rounding and dropout's random numbers.
+    bad updates (after one, a run may continue with another limit), and ROUNDING_ONLY.
     """
     value = dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None))
     unused = ("from_adapter",) if settings.method in PAIRED else ("from_adapter", "beta")
-    identity = {key: setting for key, setting in value.items() if key not in (*MEMORY_ONLY, *unused)}
+    identity = {key: setting for key, setting in value.items() if key not in (*ROUNDING_ONLY, *unused)}
     return json.dumps({**identity, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 

@@ -3,6 +3,8 @@
 mlx resolves ``cblas_sgemm`` in the global symbol scope, so a library loaded there first wins. The reference BLAS
 runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/bench_blas.py).
 Call ``load_fast_blas`` before ``mlx.core`` is imported. GPU backends need none of this.
+
+More threads are not always faster, least of all beside another busy program (measured: benchmarks/bench_threads.py).
 """
 
 import ctypes
@@ -24,6 +26,7 @@ from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory
 
 GRAPH_WIDTH = 100_000
+SLEEP_AT_ONCE = "4"  # the shortest time that a waiting thread spins, as a power of two of cycles; by default 2^26
 CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13")
 
 _loaded: list[Any] = []  # the library, once it is loaded
@@ -38,8 +41,11 @@ class Blas:
     reason: str
 
 
-def load_fast_blas() -> Blas:
-    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise."""
+def load_fast_blas(threads: int | None = None) -> Blas:
+    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise.
+
+    ``threads``: of this process, at most; None: all cores.
+    """
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
     if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
@@ -48,10 +54,12 @@ def load_fast_blas() -> Blas:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
     # mlx walks a graph depth first beyond this width: one stream would wait for another to end
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SLEEP_AT_ONCE)  # OpenBLAS reads it when it is loaded
     try:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return Blas("reference", False, f"{type(error).__name__}: {error}")
+    use_threads(min(threads or cores(), cores()))
     version = importlib.metadata.version("scipy-openblas32")
     return Blas(f"OpenBLAS {version}", True, "replaces the wheel's slow reference BLAS")
 
@@ -61,6 +69,12 @@ def cores() -> int:
     return _loaded[0].openblas_get_num_threads() if _loaded else usable_cores()
 
 
+def use_threads(count: int) -> None:
+    """Let this process compute with ``count`` threads; ``cores`` then returns as many."""
+    if _loaded:
+        _loaded[0].openblas_set_num_threads(count)
+
+
 @contextmanager
 def blas_threads(callers: int) -> Iterator[None]:
     """Share the cores among ``callers`` that multiply at the same time; with one caller nothing changes."""
@@ -68,11 +82,11 @@ def blas_threads(callers: int) -> Iterator[None]:
         yield
         return
     before = cores()
-    _loaded[0].openblas_set_num_threads(max(1, before // callers))
+    use_threads(max(1, before // callers))
     try:
         yield
     finally:
-        _loaded[0].openblas_set_num_threads(before)
+        use_threads(before)
 
 
 def _renamed_openblas() -> Path:

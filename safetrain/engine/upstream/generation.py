@@ -42,7 +42,7 @@ class Conversation:
     ) -> None:
         """``context``: the model's context length in tokens, None if unknown. Temperature 0 is greedy."""
         model.module.eval()
-        self._module, self._ends, self._context = model.module, stop_ids | model.eos_ids, context
+        self._model, self._module, self._ends, self._context = model, model.module, stop_ids | model.eos_ids, context
         self._most, self._choose = max_new_tokens, make_sampler(temperature)
         if seed is not None:
             mx.random.seed(seed)
@@ -57,7 +57,7 @@ class Conversation:
             return
         self.kept_tokens = same = self._keep(prompt)
         self._ids[same:] = prompt[same:]
-        with errors_told("answer"):
+        with errors_told("answer"), self._model.answering(1):
             for token, _ in generate_step(
                 mx.array(list(prompt[same:])), self._module, max_tokens=most, sampler=self._choose,
                 prompt_cache=self._caches, prefill_step_size=PREFILL_TOKENS,
