@@ -18,8 +18,7 @@ from safetrain.core.errors import InterruptedRun, MachineError, RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
 from safetrain.core.formatting import RUN, dvc, run_again, size_text
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
-from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
-from safetrain.core.memory.terms import width_of
+from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished
@@ -38,8 +37,6 @@ REPAIR_ROWS = (
     "the same command stops here again. Repair the rows of this step or lower train.learning_rate, then 'safetrain "
     "discard'; or allow a jump of the loss with a larger train.max_loss_jump"
 )
-MOST_RUNGS = 12
-NEARLY = 0.99  # share of the planned budget that counts as all of it
 GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
 SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
 RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
@@ -160,30 +157,18 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
 def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[TrainJob, str] | None:
     """Return the job to continue with, and the change in words; None if a person has to decide."""
     if death.cause in GPU_CAUSES:
-        gpu_rung = next_gpu_rung(len(job.gpu_rungs))
-        if gpu_rung is None:
+        if len(job.gpu_rungs) == len(GPU_RUNGS):
             return None
+        words, environment = GPU_RUNGS[len(job.gpu_rungs)]
+        gpu_rung = f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
         line = f"step {death.step}: {death.title}: {gpu_rung}"
         return replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
-    smaller = _smaller(job, planned, death) if death.is_memory else None
-    if smaller is None:
+    smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
+    if smaller is None or not death.is_memory:
         return None
     rung = Rung(job.settings, death.step, death.title)
     smaller_job = replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
     return smaller_job, str(smaller)
-
-
-def _smaller(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> TrainSettings | None:
-    """Find the next rung whose micro-batches are smaller than the failed micro-batch; None at the bottom."""
-    if len(job.rungs) >= MOST_RUNGS:
-        return None
-    smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
-    while smaller is not None and smaller.batch_size > 1:
-        longest = min(smaller.max_seq_length - 1, planned.largest_update.longest)
-        if not 0 < death.tokens <= smaller.batch_size * width_of(longest, rectangles=planned.backend != "cpu"):
-            break
-        smaller = next_settings(smaller, quantized=planned.is_quantized)
-    return smaller
 
 
 def _with_advice(output: Path, death: PostMortem) -> PostMortem:
@@ -246,13 +231,6 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     return change(settings, stream_base=True, dequantize_base=False)
 
 
-def next_gpu_rung(count: int) -> str | None:
-    """Describe the GPU rung after the first ``count``; None if there are no more."""
-    for words, environment in GPU_RUNGS[count : count + 1]:
-        return f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
-    return None
-
-
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of the first ``count`` GPU rungs, without those that ``ours`` sets already."""
     environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
@@ -284,7 +262,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
 
 
 def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
-    """Return a rank's available memory, within train.memory_limit_gb: bytes, a description, and how to get more.
+    """Return a rank's available memory: bytes, a description, and how to get more.
 
     On a Mac, where free memory says little, that is the planned budget, or 0 at critical memory pressure.
     """
@@ -295,10 +273,6 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
             return 0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy
     else:
         free = host_room_bytes(host) // ranks_here
-    own = within_data_limit(free, job.memory_limit_bytes)
-    if own < min(free, NEARLY * job.memory_budget.total_bytes):  # otherwise the plan was made with that limit
-        raise_it = f"raise {OWN_LIMIT}, or plan with this limit: set it in params.yaml, then {run_again()}"
-        return own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it
     if ranks_here > 1:
         each = f"{ranks_here} ranks share this machine, and each has only {size_text(free)}"
         return free, each, f"lower train.ranks, or {remedy}"

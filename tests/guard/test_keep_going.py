@@ -20,7 +20,6 @@ from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER
 from safetrain.guard import keep_going as ladder
 from safetrain.guard.keep_going import (
     GPU_RUNGS,
-    MOST_RUNGS,
     Ladder,
     PlannedUpdate,
     available_memory,
@@ -262,7 +261,7 @@ def test_no_rung_changes_what_is_computed(quantized: bool) -> None:
         found = list(rungs(start, quantized=quantized))
         assert {s.rows_per_update for s in found} == {start.rows_per_update}
         assert {identity_of(s) for s in found} == {identity_of(start)}
-        assert len({str(s) for s in [start, *found]}) == len(found) + 1 <= MOST_RUNGS + 1
+        assert len({str(s) for s in [start, *found]}) == len(found) + 1
         assert (found[-1].batch_size, found[-1].gradient_checkpointing) == (1, True)
 
 
@@ -344,16 +343,3 @@ def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.Mon
     assert (job.settings.batch_size, job.settings.gradient_accumulation) == (4, 4)
     assert job.rungs[0].failed.batch_size == 8
     assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so training starts with 4 x 4")
-
-
-def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limited(limit: int, budget: int) -> TrainJob:
-        return dataclasses.replace(MINE, memory_limit_bytes=limit, memory_budget=MemoryBudget(budget))
-
-    job, said = start(monkeypatch, 20 * GIB, limited(5 * GIB // 2, 8 * GIB))
-    assert job.settings.batch_size == 4
-    assert said.startswith("warning: train.memory_limit_gb leaves only 2.40 GiB and 3.20 GiB are needed")
-    planned_so = limited(5 * GIB // 2, 5 * GIB // 2 - GIB // 10)
-    assert start(monkeypatch, 20 * GIB, planned_so) == (planned_so, "")
-    with pytest.raises(MachineError, match=r"raise train\.memory_limit_gb"):
-        start(monkeypatch, 20 * GIB, limited(GIB // 8, 8 * GIB))
