@@ -262,7 +262,6 @@ class RunMarker:
     boot_id: str
     command: str  # as the user typed it
     started_seconds: float  # wall clock
-    started_monotonic_seconds: float
     limit_bytes: int = 0  # on the process's memory
     limit_name: str = ""
 

@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -42,7 +40,7 @@ def open_marker(output: Path, command: str, limit: Limit | None = None) -> None:
     """Record that training is running, and its command; a marker left behind tells the next run of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
-    write_record(output / FLIGHT / MARKER, RunMarker(boot_id(), command, time.time(), time.monotonic(), *most))
+    write_record(output / FLIGHT / MARKER, RunMarker(boot_id(), command, time.time(), *most))
 
 
 def close_marker(output: Path) -> None:
@@ -110,16 +108,16 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
 
 
 def _with_traces(ending: Ending, folder: Path) -> Ending:
-    """Add the flight record, the stacks and the kernel's log lines about the process."""
+    """Add the flight record, the stacks and macOS's reports about the process."""
     flight = read_flight(folder / RECORDER)
     last = flight.last if flight.header is not None and flight.header.pid == ending.pid else None
     stacks = folder / STACKS
     stack = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
-    killed = ending.return_code == -signal.SIGKILL and not ending.ended_by_us
-    wait = REPORT_SECONDS if killed else 0.0
-    log = _kernel_log(ending.pid, ending.started_seconds, ending.started_monotonic_seconds, wait)
+    reports: tuple[str, ...] = ()
+    if sys.platform == "darwin" and ending.return_code == -signal.SIGKILL and not ending.ended_by_us:
+        reports = killed_for_memory(ending.pid, ending.started_seconds, REPORT_SECONDS, REPORTS)
     total = psutil.virtual_memory().total
-    return dataclasses.replace(ending, record=last, kernel_log=log, stack=stack, total_memory_bytes=total)
+    return dataclasses.replace(ending, record=last, reports=reports, stack=stack, total_memory_bytes=total)
 
 
 def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
@@ -130,30 +128,11 @@ def _sudden_end(flight: Path, marker: RunMarker | None) -> Cause:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     if marker is not None and marker.boot_id != boot_id():
         return Cause("reboot", "the machine restarted or lost power during the training", CONFIRMED, REBOOTED)
-    monotonic = marker.started_monotonic_seconds if marker is not None else time.monotonic()
     headers = [read_flight(folder / RECORDER).header for folder in (flight, *sorted(flight.glob("rank_*")))]
-    logs = (_kernel_log(header.pid, started, monotonic) for header in headers if header is not None)
-    if log := next((log for log in logs if log), ()):
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor died too"), True)
+    found = (killed_for_memory(each.pid, started, 0.0, REPORTS) for each in headers if each is not None)
+    if reports := next(filter(None, found), ()):
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*reports, "its supervisor died too"), True)
     return Cause("supervisor_killed", "it was killed together with its supervisor", LIKELY, UNCLOSED)
-
-
-def _kernel_log(
-    pid: int, started_seconds: float, started_monotonic_seconds: float, wait_seconds: float = 0.0
-) -> tuple[str, ...]:
-    """Find lines in the kernel's log, or in macOS's reports, that say the system killed this process for memory.
-
-    A report appears after the end; wait for it at most ``wait_seconds``.
-    """
-    if sys.platform == "darwin":
-        return killed_for_memory(pid, started_seconds, wait_seconds, REPORTS)
-    try:
-        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    kills = re.findall(rf"^\s*((?:<\d+>)?\[\s*([\d.]+)\].*Killed process {pid} .*)$", log, re.MULTILINE)
-    # an older line is about another process with this id
-    return tuple(line.strip() for line, seconds in kills if float(seconds) >= started_monotonic_seconds - 1)[-1:]
 
 
 def _assemble(

@@ -95,9 +95,8 @@ class Ending:
     limit: Limit
     memory: MemoryReadings
     started_seconds: float  # wall clock
-    started_monotonic_seconds: float
     record: FlightRecord | None = None  # the last flight record
-    kernel_log: tuple[str, ...] = ()  # lines of the kernel's or the system's log that name the process
+    reports: tuple[str, ...] = ()  # of macOS, that it killed the process for memory
     stack: str = ""  # where Python was, as faulthandler wrote it
     total_memory_bytes: int = 0  # of the machine
     rank: int | None = None  # rank that ended the run; None: a single process, or the same reason for all
@@ -113,25 +112,22 @@ class Heartbeat:
         self._longest: dict[tuple[Phase, Edge], float] = {}
         self._last: FlightRecord | None = None
         self._since = time.monotonic()
-        self._pause = -inf, -inf  # start and end of the last pause
+        self._resumed, self._was_paused = -inf, False
 
     def feed(self, records: list[FlightRecord]) -> None:
-        """Process new records, oldest first."""
+        """Process new records, oldest first. A record from before a pause may arrive after it."""
         for record in records:
-            if self._last is not None and not self._paused_seconds(record.monotonic_seconds):
-                key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._since
-                self._longest[key] = max(self._longest.get(key, 0.0), took)
-            self._last, self._since = record, record.monotonic_seconds
+            now = record.monotonic_seconds
+            if self._last is not None and not self._was_paused:
+                key = self._last.phase, self._last.edge
+                self._longest[key] = max(self._longest.get(key, 0.0), now - self._since)
+            self._was_paused = now < self._resumed
+            self._last, self._since = record, max(now, self._resumed)
 
     def forgive(self, start_seconds: float, end_seconds: float) -> None:
-        """Ignore a period in which the process or the supervisor was stopped. It may be reported twice, or in parts.
-
-        A record from before the pause may arrive after it, because it waits in the ring buffer.
-        """
-        start, end = self._pause
-        if start_seconds > end:  # another pause
-            self._since, start = self._since + self._paused_seconds(start_seconds), start_seconds
-        self._pause = start, max(end, end_seconds)
+        """Ignore a period in which the process or the supervisor was stopped. It may be reported twice, or in parts."""
+        self._since = min(end_seconds, self._since + end_seconds - start_seconds)
+        self._resumed, self._was_paused = end_seconds, True
 
     def allowed_seconds(self) -> float | None:
         """Time limit of the current phase; None while it waits for disk space, which has its own time limit."""
@@ -143,14 +139,8 @@ class Heartbeat:
 
     def overdue_seconds(self) -> float:
         """Time since the last record, without pauses, if that is longer than allowed; else 0."""
-        allowed, now = self.allowed_seconds(), time.monotonic()
-        waited = now - self._since - self._paused_seconds(now)
+        allowed, waited = self.allowed_seconds(), time.monotonic() - self._since
         return waited if allowed is not None and waited > allowed else 0.0
-
-    def _paused_seconds(self, until_seconds: float) -> float:
-        """Seconds of the last pause that lie between the last record and ``until_seconds``."""
-        start, end = self._pause
-        return max(0.0, min(end, until_seconds) - max(start, self._since))
 
 
 class Sampler:
@@ -311,8 +301,8 @@ class WatchedProcess:
         self.feed()
         return events
 
-    def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
-        """Describe the rank's end; ``started``: wall clock and monotonic clock."""
+    def ending(self, started_seconds: float, ended_by_us: str, overdue: float, passed_on: int) -> Ending:
+        """Describe the rank's end."""
         return Ending(
             pid=self.pid,
             return_code=self.return_code,
@@ -325,8 +315,7 @@ class WatchedProcess:
             signal_passed_on=passed_on,
             limit=self.memory.limit,
             memory=self.memory.recent(),
-            started_seconds=started[0],
-            started_monotonic_seconds=started[1],
+            started_seconds=started_seconds,
         )
 
     def take_line(self, line: bytes) -> bool:

@@ -208,9 +208,9 @@ class LaunchedRanks(WatchedProcess):
         super().finish_reading()
         self._fifo.unlink(missing_ok=True)
 
-    def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
+    def ending(self, started_seconds: float, ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """Describe the end of the rank that ended the training."""
-        ending = super().ending(started, ended_by_us, overdue, passed_on)
+        ending = super().ending(started_seconds, ended_by_us, overdue, passed_on)
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
             return ending

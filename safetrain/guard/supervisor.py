@@ -37,7 +37,7 @@ STOPPING_ALL = "stopping after this update, then saving; another Ctrl-C ends at 
 def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
     """Run a training process, or several ranks of it, to the end; ``show`` gets events as they come."""
     starter = who_started_us()
-    started = time.time(), time.monotonic()
+    started_seconds = time.time()
     ranks = start_ranks(settings)
     with _awake(ranks[0].process.pid):
         try:
@@ -52,7 +52,7 @@ def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
                 if not rank.is_over():  # even after an error here, no process keeps running
                     rank.send(SIGKILL)
                     rank.process.wait()
-    return watch.ending(started)
+    return watch.ending(started_seconds)
 
 
 class _Watch:
@@ -130,13 +130,13 @@ class _Watch:
         if self._kill_at is not None:
             self._kill_at += ended - began
 
-    def ending(self, started: tuple[float, float]) -> Ending:
+    def ending(self, started_seconds: float) -> Ending:
         """Describe the end of the training."""
         first, cause = self._ranks[0], None
         if first.finished is None and len(self._ranks) > 1:
             suspects = [rank for rank in self._ended_first if rank.return_code or rank is first]
             cause = self._culprit if self._ended_by_us else culprit(suspects)
-        ending = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
+        ending = (cause or first).ending(started_seconds, self._ended_by_us, self._overdue, self._signal)
         number = cause.number if cause is not None else ending.rank
         return replace(ending, rank=number, ranks=self._settings.ranks, began=first.began)
 

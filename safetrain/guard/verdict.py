@@ -139,17 +139,17 @@ def _text_says(ending: Ending) -> Cause | None:
 
 
 def _killed(ending: Ending) -> Cause | None:
-    """Explain SIGKILL, which leaves no message, by the kernel's counters and logs, then by the memory in use."""
+    """Explain SIGKILL, which leaves no message, by the system's counters and reports, then by the memory in use."""
     last = ending.record
     if ending.return_code != -SIGKILL:
         return None
-    readings, log = _memory_readings(ending), ending.kernel_log
+    readings, reports = _memory_readings(ending), ending.reports
     if ending.memory.oom_kills > 0:
         kills = counted(ending.memory.oom_kills, "kill")
         count = f"the kernel counted {kills} for lack of memory in this cgroup in the last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (count, *readings), True)
-    if log:
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, *readings), True)
+    if reports:
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*reports, *readings), True)
     footprint = max(ending.memory.footprint_bytes, last.footprint_bytes if last else 0)
     critical = ending.memory.pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(ending):
@@ -181,7 +181,7 @@ def _ssh_failed(ending: Ending) -> Cause | None:
     """Explain an end with ssh's own exit code: mlx.launch hides ssh's message (LogLevel=QUIET)."""
     if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
         return None
-    advice = f"run 'ssh {ending.host} true' to see why; safetrain preflight checks every machine of hosts.json"
+    advice = f"run 'ssh {ending.host} true' to see why"
     return Cause("ssh", f"ssh to {ending.host} failed", LIKELY, (f"exit code {SSH_FAILED}",), advice=advice)
 
 
@@ -190,7 +190,7 @@ def _python_error(ending: Ending) -> Cause | None:
     if ending.return_code <= 0 or not lines:
         return None
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
-        advice = "check the addresses in hosts.json and the firewalls; safetrain preflight tests every machine"
+        advice = "check the addresses in hosts.json and the firewalls"
         return Cause("ranks_apart", "the ranks could not reach each other", LIKELY, (timeout,), advice=advice)
     advice = "the traceback is above"
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice)

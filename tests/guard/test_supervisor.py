@@ -304,10 +304,10 @@ FAST = [(GRADIENT, BEFORE, 30.0), (GRADIENT, AFTER, 29.9)]
     ([*FAST, (GRADIENT, BEFORE, 1.1 * LEAST)], [], [], LEAST, 1.1 * LEAST),
     ([(Phase.SAVE, BEFORE, 10 * LONG), (Phase.WAIT, BEFORE, 9 * LONG)], [], [], None, 0),  # for room on the disk
     ([(Phase.WAIT, BEFORE, 9 * LONG)], [], [(Phase.WAIT, AFTER, LONG)], HANG_FIRST_TIME * LEAST, LONG),  # then nothing
-    ([(GRADIENT, BEFORE, 9000)], [(6000, 3000), (4000, 2000)], [], HANG_FIRST_TIME * LEAST, 5000),  # seen twice
+    ([(GRADIENT, BEFORE, 9000)], [(6000, 3000), (4000, 2000)], [], HANG_FIRST_TIME * LEAST, 4000),
     # What the process records as Ctrl-Z comes is still in the ring when both go on.
     ([(GRADIENT, BEFORE, 9000), (GRADIENT, AFTER, 8999)], [(8998, 0)], [(GRADIENT, BEFORE, 8998.5)], LEAST, 0),
-    # Ctrl-Z over lunch must not make a real hang of the afternoon look short, nor a long phase look quick.
+    # Ctrl-Z over lunch must not make a long phase look quick.
     ([(GRADIENT, BEFORE, 3600)], [(3600, 0)], [(GRADIENT, AFTER, -1), (GRADIENT, BEFORE, -2)],
      HANG_FIRST_TIME * LEAST, 0),
 ])  # fmt: skip

@@ -25,7 +25,7 @@ LINES = (3, 9, 27, 81, 4, 6, 10, 28)
 STACK = (
     'Current thread 0x1 (most recent call first):\n  File "engine/update.py", line 7 in of\n  File "x", line 1 in y\n'
 )
-DMESG = "Out of memory: Killed process 4711 (python)"
+REPORT = "JetsamEvent-1.ips: process 4711 was killed (per-process-limit)"
 METAL = "[METAL] Command buffer execution failed: "
 OOM = METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
@@ -47,7 +47,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "pid": 4711, "return_code": return_code, "began": True, "finished": None, "failed": None, "stderr_tail": "",
         "ended_by_us": "", "overdue_seconds": 0.0, "signal_passed_on": 0, "limit": MACHINE,
         "memory": MemoryReadings(footprint, footprint, available, **seen), "total_memory_bytes": 16 * GIB,
-        "started_seconds": 0.0, "started_monotonic_seconds": 0.0,
+        "started_seconds": 0.0,
     }  # fmt: skip
     return Ending(**{**usual, **other})
 
@@ -58,8 +58,8 @@ def in_gradient(footprint: int = 2 * GIB, active: int = GIB, predicted: int = 2 
     return FlightRecord(9, 0.0, 0.0, Phase.GRADIENT, Edge.BEFORE, work, predicted, *memory, 1.5)
 
 
-def verdict(end: Ending, last: FlightRecord | None = None, log: tuple[str, ...] = (), stack: str = "") -> Cause:
-    return judge(dataclasses.replace(end, record=last or in_gradient(), kernel_log=log, stack=stack))
+def verdict(end: Ending, last: FlightRecord | None = None, reports: tuple[str, ...] = (), stack: str = "") -> Cause:
+    return judge(dataclasses.replace(end, record=last or in_gradient(), reports=reports, stack=stack))
 
 
 def failed(kind: str, message: str, code: int) -> Ending:
@@ -138,20 +138,20 @@ def test_each_end_has_its_cause(name: str, confidence: str, is_memory: bool, end
     assert end.stderr_tail != TIMEOUT or "train.batch_size" in cause.advice
 
 
-@pytest.mark.parametrize(("end", "last", "log", "name", "confidence"), [
-    (ending(-9), None, (DMESG,), "oom_kill", CONFIRMED),  # a line of the kernel's log
+@pytest.mark.parametrize(("end", "last", "reports", "name", "confidence"), [
+    (ending(-9), None, (REPORT,), "oom_kill", CONFIRMED),
     # Samples come four times a second; the record before the fatal gradient may know of more.
     (ending(-9), in_gradient(footprint=int(15.5 * GIB)), (), "oom_kill", LIKELY),
     # 2 GiB of private memory were seen, 1 of it mlx's; with a peak of 6 predicted, 7 of the 8 allowed were due.
     (ending(-11, limit=CAP), in_gradient(active=GIB, predicted=6 * GIB), (), "allocation_failed", LIKELY),
     (ending(-11, limit=CAP), in_gradient(active=GIB, predicted=2 * GIB), (), "crash", LIKELY),
 ])  # fmt: skip
-def test_the_log_and_the_last_record_have_their_say(
-    end: Ending, last: FlightRecord | None, log: tuple[str, ...], name: str, confidence: str
+def test_a_report_and_the_last_record_have_their_say(
+    end: Ending, last: FlightRecord | None, reports: tuple[str, ...], name: str, confidence: str
 ) -> None:
-    cause = verdict(end, last=last, log=log)
+    cause = verdict(end, last=last, reports=reports)
     assert (cause.name, cause.confidence) == (name, confidence)
-    assert set(log) <= set(cause.evidence)
+    assert set(reports) <= set(cause.evidence)
 
 
 @pytest.mark.parametrize(("reason", "name", "confidence"), [("", "killed", LIKELY), (PAGES, "oom_kill", CONFIRMED)])

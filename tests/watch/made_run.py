@@ -176,7 +176,7 @@ class RecordedRun:
         self.journal = Journal(output / FLIGHT / JOURNAL)
         self.journal.write(Started())
         limit = 16 * GIB, "the machine's memory"
-        marker = RunMarker(boot_id(), "dvc repro", time.time(), time.monotonic(), *limit)
+        marker = RunMarker(boot_id(), "dvc repro", time.time(), *limit)
         write_record(output / FLIGHT / MARKER, marker)
         self.recorder = Recorder(output / FLIGHT / RECORDER)
         self.recorder.device("cpu")

@@ -144,7 +144,7 @@ def test_of_a_death_that_the_run_survived_one_line_is_told_and_none_of_an_earlie
     (output / "flight").mkdir()
     journal(output, (1.79e9, "Started", {}), (1.79e9, "Begun", {"resumed_from_step": 0}),
             (1.8e9, "Died", {"title": "killed", "step": 17}), (1.81e9, "Begun", {"resumed_from_step": 16}))  # fmt: skip
-    write_record(output / "flight/run.json", RunMarker("another boot", "dvc repro", 2e9, 1.0))
+    write_record(output / "flight/run.json", RunMarker("another boot", "dvc repro", 2e9))
     text = told(tmp_path)
     assert "ended without a verdict: run safetrain diagnose" in text
     assert ("ended at step 17: killed" in text, "Next:" in text, "continued with less" in text) == (True, False, False)
