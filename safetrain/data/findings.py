@@ -98,9 +98,6 @@ KINDS = {
         DROP, by_detail=True),
     "PAIRS-OPPOSED": Kind(
         WARNING, "the same two answers are preferred the other way round in {rows}", "keep one of the two pairs"),
-    "PAIRS-LENGTH": Kind(
-        NOTE, "the chosen answer is longer in {detail}: the model may learn the length",
-        f"{IGNORE}; else remove pairs until about half of the chosen answers are longer"),
     # text of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(

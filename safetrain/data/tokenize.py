@@ -27,7 +27,6 @@ from safetrain.data.rows import PAIRS, Row, RowError
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that reaches either limit
 AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
 USUAL_TURN_KEYS = {"tool_calls", "tool_call_id", "name", "refusal", *REASONING_KEYS}
-LEAST_PAIRS, BIASED_SHARE = 20, 0.7  # of pairs whose answers differ in length
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
 Prompt = tuple[
@@ -84,7 +83,6 @@ class RowReader:
         self.rows = 0  # pairs count once; including those that cannot be trained on
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of the rows that can be trained on
         self.formats: set[str] = set()
-        self._longer, self._unequal = 0, 0  # pairs with a longer chosen answer, and with answers that differ in length
         self._files = files
         self._openings = collections.Counter[tuple[str, str]]()  # in the prompt, and in training
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
@@ -110,10 +108,6 @@ class RowReader:
                 yield self._finished(*waiting.popleft())
         for name in self._files.unread:
             self._findings.add("FILES-UNREAD", f"{name} is not read")
-        longer, unequal = self._longer, max(1, self._unequal)
-        if unequal >= LEAST_PAIRS and max(longer, unequal - longer) >= BIASED_SHARE * unequal:
-            detail = f"{longer:,} of {unequal:,} pairs of unequal length ({100 * longer // unequal} %)"
-            self._findings.add("PAIRS-LENGTH", detail, longer)
 
     @property
     def has_pairs(self) -> bool:
@@ -222,8 +216,6 @@ class RowReader:
 
     def _compare(self, chosen: TokenRow, rejected: TokenRow, read: ReadRow) -> None:
         """Compare the rows of a pair."""
-        self._longer += chosen.trained_tokens > rejected.trained_tokens
-        self._unequal += chosen.trained_tokens != rejected.trained_tokens
         if np.array_equal(chosen.ids[: self.context], rejected.ids[: self.context]):
             is_cut = self.context is not None and max(len(chosen), len(rejected)) > self.context
             detail = f" within the model's context ({self.context} tokens)" if is_cut else ""

@@ -27,7 +27,7 @@ from safetrain.core.memory.terms import THREADS, usable_cores
 from safetrain.core.recorder import living_process, read_flight
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.paths import ERROR, RECORDER, STACKS, rank_folder
-from safetrain.guard.process import PEER_LOST, RING_PREFIX, Ending, WatchedProcess, WatchSettings
+from safetrain.guard.process import RING_PREFIX, Ending, WatchedProcess, WatchSettings
 
 RING = "ring.json"  # in the flight folder: the ranks' addresses
 HOSTS = "hosts.json"  # in the flight folder: the hostfile as mlx.launch understands it
@@ -211,11 +211,12 @@ class LaunchedRanks(WatchedProcess):
     def ending(self, started_seconds: float, ended_by_us: str, overdue: float, passed_on: int) -> Ending:
         """Describe the end of the rank that ended the training."""
         ending = super().ending(started_seconds, ended_by_us, overdue, passed_on)
-        rank, code = self._first()
-        if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
+        if ended_by_us or self.finished is not None or self.ended_with_all or not self._codes:
             return ending
-        failures = (self.failed,) if rank == 0 else (self._failed_elsewhere, self.failed)
-        failed = next((each for each in failures if each is not None and each.exit_code == code), None)
+        # mlx.launch checks once a second, so ranks that may only have followed another can come first
+        rank, code = min(self._codes, key=lambda each: each[1] in ENDS_ALL)
+        failed = self._failed_elsewhere if rank else self.failed
+        failed = failed if failed is not None and failed.exit_code == code else None
         if rank == 0:
             return replace(ending, rank=0, failed=failed)
         header = read_flight(rank_folder(self.settings.flight, rank) / RECORDER).header  # on this machine after all?
@@ -225,16 +226,6 @@ class LaunchedRanks(WatchedProcess):
     def _rank_0(self) -> psutil.Process | None:
         """Return rank 0's process while it runs."""
         return living_process(self.flight.header.pid) if self.flight.header is not None else None
-
-    def _first(self) -> tuple[int | None, int]:
-        """Find the first rank that ended badly, and its exit code; ranks that may only have followed another come last.
-
-        mlx.launch checks once a second, so it may report two ends in the wrong order.
-        """
-        failed = self.failed
-        is_peer_lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
-        others = [(rank, code) for rank, code in self._codes if rank or not is_peer_lost]
-        return min(others, key=lambda each: each[1] in ENDS_ALL, default=(None, 0))
 
 
 def _start_launched(settings: WatchSettings, hostfile: Path) -> LaunchedRanks:

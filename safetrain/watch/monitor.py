@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.events import Begun, Died, Event, Failed, Finished, JournalEntry, Said, Started
+from safetrain.core.events import Begun, Finished, JournalEntry, Started
 from safetrain.core.postmortem import PostMortem
 from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
@@ -19,17 +19,8 @@ from safetrain.watch.charts import points_of, rungs_of_job
 from safetrain.watch.progress import MEASURE, time_left
 from safetrain.watch.run_folder import Run, RunReader
 
-MOST_EVENTS = 30
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
-EVENTS: dict[type[Event], str] = {  # in words
-    Started: "training process started",
-    Begun: "begins at step {resumed_from_step} of {total_steps}: {description}",
-    Said: "{text}",
-    Failed: "error: {message}",
-    Died: "ended: {title}",
-    Finished: "finished at step {step}",
-}
 STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
 
 
@@ -155,12 +146,6 @@ def batch_parts(job: TrainJob) -> tuple[str, ...]:
     shape, planned = job.settings, f"planned {job.rungs[0].failed.window}" if job.rungs else "as planned"
     now = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
     return (now, *rungs_of_job(job)[-1:], *job.gpu_rungs[-1:])
-
-
-def events_of(journal: tuple[JournalEntry, ...]) -> list[tuple[float, str]]:
-    """Wall-clock time and text of the last events."""
-    newest = [entry for entry in journal if type(entry.event) in EVENTS][-MOST_EVENTS:]
-    return [(entry.wall_seconds, EVENTS[type(entry.event)].format(**vars(entry.event))) for entry in newest]
 
 
 def state_of(run: Run, stage: str = "") -> State:

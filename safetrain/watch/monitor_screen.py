@@ -10,7 +10,7 @@ from safetrain.core.formatting import counted, duration_text, printable, size_te
 from safetrain.core.postmortem import describe_rows
 from safetrain.core.recorder import Phase
 from safetrain.watch.charts import Points, points_of, smoothed
-from safetrain.watch.monitor import MonitorView, State, batch_parts, events_of, losses_of, speed_of
+from safetrain.watch.monitor import MonitorView, State, batch_parts, losses_of, speed_of
 from safetrain.watch.progress import clock_text, describe_pairs, time_left_text
 from safetrain.watch.run_folder import Run
 
@@ -123,13 +123,10 @@ class MonitorScreen:
         self._curve = curve_of(smoothed(train) or train)  # computed once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the rows first; the events get the lines that are left."""
-        height, free = options.height or console.height, options.update(height=None)
+        """Draw the rows, the most important first, as far as there is room."""
+        free = options.update(height=None)
         lines = console.render_lines(self._head(options.max_width), free) + console.render_lines(self._rows(), free)
-        spare, events = height - len(lines), events_of(self._view.run.journal)
-        if spare > 1 and events:
-            lines += console.render_lines(self._events(events[1 - spare :]), free)
-        for line in lines[:height]:
+        for line in lines[: options.height or console.height]:
             yield from line
             yield Segment.line()
 
@@ -153,12 +150,6 @@ class MonitorScreen:
         for name, text in [*rows_of(self._view), *([("curve", self._curve)] if self._curve else [])]:
             table.add_row(name, Text(text, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
-
-    def _events(self, events: list[tuple[float, str]]) -> Text:
-        now, lines = self._view.run.read_at_seconds, Text(no_wrap=True, overflow="crop").append("events", "bold")
-        for seconds, text in events:
-            lines.append(f"\n{clock_text(seconds, now)}  {printable(text.strip().partition(chr(10))[0])}")
-        return lines
 
 
 def curve_of(points: Points) -> str:

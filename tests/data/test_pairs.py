@@ -31,7 +31,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """Clean pairs; every second chosen answer is the longer one."""
+    """Clean pairs."""
     texts = [(f"It is {n}.", f"It is not {n}, or so they say.") for n in range(count)]
     return [pair(f"What is number {n}?", *two[:: 1 if n % 2 else -1]) for n, two in enumerate(texts)]
 
@@ -142,17 +142,9 @@ def test_what_makes_a_pair_useless_is_found_at_its_line(write_jsonl: Write, tmp_
     assert others["PAIRS-OPPOSED"].where == (f"{path}:43 matches {path}:8",)
     assert others["REPEATED-ROWS"].where == (f"{path}:44 matches {path}:1",)
     assert others["NO-LABELS"].where == (f"{path}:46",)
-    assert not {"REFUSALS", "PAIRS-LENGTH"} & set(others)
+    assert "REFUSALS" not in others
     with pytest.raises(DataError, match="NO-PREFERENCE"):
         gate(path, tmp_path)
-
-
-def test_longer_answers_that_are_mostly_chosen_are_a_note_with_the_share(write_jsonl: Write) -> None:
-    long = [pair(f"What is {n}?", "A number, and a good one.", "No.") for n in range(30)]
-    note = found(write_jsonl("a.jsonl", [*long, *pairs(4)]))["PAIRS-LENGTH"]
-    assert (note.severity, "in 32 of 34 pairs of unequal length (94 %)" in note.message) == ("note", True)
-    short = [pair(each["prompt"], each["rejected"], each["chosen"]) for each in long]
-    assert "in 0 of 30 pairs" in found(write_jsonl("b.jsonl", short))["PAIRS-LENGTH"].message
 
 
 def test_the_same_prompt_in_two_given_splits_and_other_rows_among_pairs_are_found(write_jsonl: Write) -> None:

@@ -128,7 +128,7 @@ def test_a_training_under_way(running: Path) -> None:
     assert "nothing has been trained here yet" in plain_line(seen(running / "nowhere"))
     for part in ("TRAINING", f"step 25 of {TOTAL}", "peak 140.0 MiB, predicted 150.0 MiB", "of 16.00 GiB (the",
                  "batch size 2 x accumulation 8 (as planned)", f"train {loss_at(25):.4f}", " training loss, ",
-                 "950 labels/s", f"saved step {SAVED_AT}", "begins at step 0 of 40"):  # fmt: skip
+                 "950 labels/s", f"saved step {SAVED_AT}"):  # fmt: skip
         assert part in text
 
 
