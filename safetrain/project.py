@@ -5,16 +5,20 @@ of its folders, each stage in dvc.yaml depends on a hash of the code that decide
 .safetrain/program.json, with hashes of the files that init wrote, so that update knows which the owner has changed.
 """
 
+import functools
 import hashlib
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tokenize
 from dataclasses import dataclass
 from difflib import unified_diff
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +37,7 @@ PARAMS = Path("params.yaml")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
 EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 COPIED = (".dvc/config", ".dvc/plots/curve.json")
 OVERLAY = """# @package _global_
 # Several values at once, for this run only: safetrain run experiment=mine
@@ -215,8 +220,30 @@ def _hash_of_code(deps: list[str]) -> str:
         path = path if path.exists() else package.parent / dep  # the stages, in the repository
         for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
             if dep.startswith(CODE) and file.suffix != ".pyc" and file.is_file():
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+                digest.update(file.name.encode() + b"\0" + _content(file))
     return digest.hexdigest()[:16]
+
+
+@functools.cache  # several stages depend on the same files
+def _content(file: Path) -> bytes:
+    return program_text(file.read_text(encoding="utf-8")).encode() if file.suffix == ".py" else file.read_bytes()
+
+
+def program_text(source: str) -> str:
+    """Python source without comments, docstrings and blank lines, which change no result.
+
+    Tokens only say which lines stay: versions of Python differ in how they divide an f-string.
+    """
+    lines, kept, begins = source.split("\n"), dict[int, int | None](), True
+    for token, following in pairwise(tokenize.generate_tokens(io.StringIO(source).readline)):
+        is_docstring = begins and token.string.lstrip("rR")[:1] in ("'", '"') and following.type == tokenize.NEWLINE
+        if token.type == tokenize.COMMENT and token.start[0] in kept:
+            kept[token.start[0]] = token.start[1]
+        elif token.type not in LAYOUT and not is_docstring:
+            kept |= dict.fromkeys(range(token.start[0], token.end[0] + 1))
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            begins = token.type in LAYOUT
+    return "\n".join(lines[number - 1][:end].rstrip() for number, end in sorted(kept.items()))
 
 
 def _program(texts: dict[str, str], *, example: bool) -> Program:

@@ -1,7 +1,7 @@
 """Stage 6: write report.html, and its charts as PNG files to checkpoints_qlora/plots."""
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import dvc
+from safetrain.core.formatting import written_again
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.stage import stage
@@ -18,8 +18,7 @@ def main(config: Pipeline) -> None:
     print(f"Report: {paths.REPORT}")
     records = {paths.METRICS_CSV: run.steps, paths.RECOMMENDED_CONFIG: run.plan, paths.DATA_REPORT: run.data}
     for path in (path for path, record in records.items() if not record):
-        do = f"remove it and run '{dvc()} repro', or your 'safetrain run' again"
-        raise ConfigError(f"{path.name} is missing or cannot be read.", where=str(path), do=do)
+        raise ConfigError(f"{path.name} is missing or cannot be read.", where=str(path), do=written_again())
     drawn = pictures(run)
     write_pictures(drawn, paths.PLOTS)
     print(f"Pictures: {len(drawn)} in {paths.PLOTS}")

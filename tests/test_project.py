@@ -15,7 +15,11 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.storage.files import read_record, write_record
+from safetrain.core.records.evaluation import Evaluation
+from safetrain.core.records.metrics import TrainingSummary
+from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_record, read_result, write_json, write_record
 from safetrain.core.storage.paths import shipped
 from safetrain.project import (
     PROGRAM,
@@ -28,10 +32,13 @@ from safetrain.project import (
     update_project,
     with_value,
 )
+from safetrain.watch.result import describe_result
+from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
 
 MOST_FILES = 12
 MOST_BYTES = 3_000_000  # of the wheel and of the source distribution
+TRAINS = ("recommend_config", "train", "evaluate")
 OURS = ("safetrain/", "stages/")
 
 
@@ -137,6 +144,25 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     assert update_project() == []
 
 
+@pytest.mark.parametrize(("path", "kind"), [
+    (paths.RECOMMENDED_CONFIG, Recommendation), (paths.SUMMARY, TrainingSummary), (paths.EVALUATION, Evaluation)
+])  # fmt: skip
+def test_a_record_of_another_version_is_named_with_what_writes_it_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, path: Path, kind: type[object]
+) -> None:
+    monkeypatch.chdir(project)
+    write_json(path, {"batch_size": 4})
+    said = rf"{path.name}(.|\n)*another version of safetrain: it has no \w+(.|\n)*run 'safetrain update', then"
+    with pytest.raises(ConfigError, match=said):
+        read_result(path, kind)
+    if kind is not Recommendation:
+        with pytest.raises(ConfigError, match=said):
+            describe_result(read_run())
+    shutil.rmtree(project / ".safetrain")  # a clone has no update: its code is new, so DVC repeats the stages
+    with pytest.raises(ConfigError, match="run 'dvc repro'"):
+        read_result(path, kind)
+
+
 def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_result(tmp_path: Path) -> None:
     wheel = made_wheel(tmp_path)
     sizes = [path.stat().st_size for path in tmp_path.glob("safetrain-0.1.0*") if path.is_file()]
@@ -164,11 +190,12 @@ def test_the_wheel_has_the_program_makes_a_project_and_hashes_what_decides_a_res
     assert done_by(program, folder / "my demo", "validate").returncode == 0
     hashes = hashes_in(wheel)
     assert hashes == stage_hashes()  # in the repository and installed
-    for name in ("engine/loss.py", "guard/keep_going.py"):  # the second decides no result
-        with (wheel / "safetrain" / name).open("a") as file:
-            file.write("\n# another text\n")
-    changed = hashes_in(wheel)
-    assert {name for name in hashes if hashes[name] != changed[name]} == {"recommend_config", "train", "evaluate"}
+    for text, repeated in (("\n\n# a comment\n", set[str]()), ("\nWORDS = 1\n", {*TRAINS, "plot"})):
+        for name in ("engine/loss.py", "watch/charts.py", "guard/verdict.py"):  # the last decides no result
+            with (wheel / "safetrain" / name).open("a") as file:
+                file.write(text)
+        before, hashes = hashes, hashes_in(wheel)
+        assert {name for name in hashes if hashes[name] != before[name]} == repeated
 
 
 def test_windows_is_refused_in_a_sentence() -> None:

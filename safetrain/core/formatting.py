@@ -95,6 +95,12 @@ def dvc() -> str:
     return "safetrain" if Path(".safetrain").is_dir() else "dvc"
 
 
+def written_again() -> str:
+    """Return what writes a record again that another version of the program wrote."""
+    update = "run 'safetrain update', then " if Path(".safetrain").is_dir() else "run "
+    return f"{update}'{dvc()} repro', or repeat your 'safetrain run'"
+
+
 def install_extra(name: str) -> str:
     """Return the command that adds an optional package to a clone's environment, or to an installed program's."""
     if shipped("constraints.txt").is_file():

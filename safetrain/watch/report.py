@@ -8,7 +8,16 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from safetrain.core.events import Died
-from safetrain.core.formatting import counted, describe_proof, duration_text, dvc, printable, rows_text, size_text
+from safetrain.core.formatting import (
+    counted,
+    describe_proof,
+    duration_text,
+    dvc,
+    printable,
+    rows_text,
+    size_text,
+    written_again,
+)
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.records.evaluation import Score
 from safetrain.core.records.schema import SET
@@ -56,6 +65,7 @@ def render(template: str, **values: Any) -> str:
     functions = (
         configuration_of, coverage_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof,
         describe_rows, environment_of, exact_text, history_of, memory_sizes, rows_text, status_of, verdict_of,
+        written_again,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, duration_text, dvc, rows_text, size_text
+from safetrain.core.formatting import counted, duration_text, dvc, rows_text, size_text, written_again
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import EXPORT_REPORT, REPORT, Evaluation, ExportReport, Sample
@@ -65,6 +65,8 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     if run.summary is not None and run.evaluation is not None:
         return run.summary, run.evaluation
     damage = "; ".join(f"{name}: {reason}" for name, reason in run.unreadable)
+    if any(name in (str(paths.SUMMARY), str(paths.EVALUATION)) for name, _ in run.unreadable):
+        raise ConfigError("The results of this run cannot be read.", got=damage, do=written_again())
     if run.summary is None:
         do = "repeat the command that started it ('safetrain run' or 'dvc repro'): it continues"
         raise ConfigError("This run has not finished.", where=str(paths.SUMMARY), got=damage, do=do)

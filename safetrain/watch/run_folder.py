@@ -26,7 +26,7 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import from_json
+from safetrain.core.storage.files import damage_of, from_json
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, KEPT, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
 
 Kind = TypeVar("Kind")
@@ -184,7 +184,7 @@ class RunReader:
         try:
             return from_json(kind, json.loads(content))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._unreadable.append((str(paths.OUTPUT / name), f"{type(error).__name__}: {error}"))
+            self._unreadable.append((str(paths.OUTPUT / name), damage_of(error)))
             return None
 
 

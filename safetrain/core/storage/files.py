@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
-from safetrain.core.formatting import dvc, size_text
+from safetrain.core.formatting import dvc, size_text, written_again
 from safetrain.core.storage.paths import ERROR
 
 Kind = TypeVar("Kind")
@@ -190,18 +190,27 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
     try:
         return read_record(path, kind)
     except FileNotFoundError:
-        what, again = "does not exist yet.", f"run '{dvc()} repro', or repeat your 'safetrain run'"
+        what, got, do = "does not exist yet.", "", f"run '{dvc()} repro', or repeat your 'safetrain run'"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what, again = f"cannot be read: {error}", again or f"remove it and run '{dvc()} repro'"
-    raise ConfigError(f"{path.name} {what}", where=str(path), do=again)
+        what, got, do = "cannot be read.", damage_of(error), again or written_again()
+    raise ConfigError(f"{path.name} {what}", where=str(path), got=got, do=do)
+
+
+def damage_of(error: Exception) -> str:
+    """Why a record cannot be read: fields that do not fit (TypeError) are another version's, else it is damaged."""
+    return f"a file of another version of safetrain: {error}" if isinstance(error, TypeError) else f"damaged: {error}"
 
 
 def from_json(kind: type[Kind], value: Any) -> Kind:
     """Build the dataclass ``kind`` from its JSON, ignoring unknown keys; raises TypeError for a missing field."""
     if not isinstance(value, dict):
-        raise TypeError(f"{kind.__name__} must be a JSON object, not {value!r}")
+        raise TypeError(f"{value!r} is not an object")
     hints = get_type_hints(kind)
-    return kind(**{name: _field(hints[name], item) for name, item in value.items() if name in hints})
+    values = {name: _field(hints[name], item) for name, item in value.items() if name in hints}
+    own = (field for field in dataclasses.fields(kind) if field.name not in values)  # type: ignore[arg-type]
+    if missing := [field.name for field in own if field.default is field.default_factory is dataclasses.MISSING]:
+        raise TypeError(f"it has no {', '.join(missing)}")
+    return kind(**values)
 
 
 def _field(kind: Any, value: Any) -> Any:
