@@ -42,7 +42,7 @@ OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 # On CPU a failed allocation crashes mlx or prevents a thread from starting; SIGKILL comes from the OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 # Files of core that decide the memory of a step, or what a model computes.
-CORE_CODE = ("memory/terms.py", "data/training_rows.py", "records/settings.py", "model/rotary.py")
+CORE_CODE = ("memory/terms.py", "data/training_rows.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # instead of a version
 MOST_SECONDS = 3600.0  # time limit of a dry run

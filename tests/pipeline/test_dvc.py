@@ -144,6 +144,17 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
     ]  # fmt: skip
 
 
+def test_reworded_messages_train_nothing(workspace: Workspace) -> None:
+    """Of any room but engine and core: the stages upstream write the same again."""
+    for room in ("create", "data", "evaluate", "export", "guard", "plan", "watch"):
+        for file in (workspace.folder / "safetrain" / room).rglob("*.py"):
+            file.write_text(file.read_text() + "\n# another text\n")
+    output = workspace.succeed("dvc", "repro", "train")
+    assert stages_run(output) == ["validate_data", "preflight", "recommend_config"]
+    assert "Stage 'train' didn't change, skipping" in output
+    workspace.git("checkout", "--", ".")
+
+
 def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
     params = workspace.folder / "params.yaml"
     text = params.read_text()

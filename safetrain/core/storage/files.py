@@ -209,7 +209,7 @@ def from_json(kind: type[Kind], value: Any) -> Kind:
     values = {name: _field(hints[name], item) for name, item in value.items() if name in hints}
     own = (field for field in dataclasses.fields(kind) if field.name not in values)  # type: ignore[arg-type]
     if missing := [field.name for field in own if field.default is field.default_factory is dataclasses.MISSING]:
-        raise TypeError(f"it has no {', '.join(missing)}")
+        raise TypeError(f"it has no {', '.join(missing[:4])}{', …' * (len(missing) > 4)}")
     return kind(**values)
 
 
