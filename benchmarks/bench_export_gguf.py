@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks.llama_judge import LlamaJudge, divergence  # noqa: E402
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
-from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
+from safetrain.core.text.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.export.comparison import ExportJob  # noqa: E402
 from safetrain.export.fuse import FLOAT, fuse_adapter  # noqa: E402

@@ -22,7 +22,7 @@ COMMON = "the of and to in a is that for it as was with be by on not he this are
 ALONE = """
 import json, resource, sys, time
 from pathlib import Path
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.render import Renderer
 tokenizer = ChatTokenizer(Path(sys.argv[1]))

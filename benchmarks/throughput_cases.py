@@ -98,7 +98,7 @@ def write_data(case: Case, model: Path, folder: Path) -> None:
 
 def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[str, Any]]:
     """Chats of made-up words. Their lengths are spread log-normally around the median, cut at the longest allowed."""
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.text.tokenizer import ChatTokenizer
 
     tokenizer, draw = ChatTokenizer(model), random.Random(f"{case.name} {seed}")
     syllables = [a + b for a in "bdfgklmnprstv" for b in "aeiou"]
@@ -131,7 +131,7 @@ def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> Non
     import numpy as np
 
     from safetrain.core.data.token_rows import TokenRows
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.text.tokenizer import ChatTokenizer
 
     tokenizer = ChatTokenizer(model)
     lines = train.read_text(encoding="utf-8").splitlines()

@@ -17,7 +17,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.text.tokenizer import ChatTokenizer
     from safetrain.engine.model import BaseModel
     from safetrain.export.comparison import ExportJob
     from safetrain.watch.prompts import Prompts
@@ -241,11 +241,11 @@ class TalkOptions:
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything except the weights, so that mistakes are found at once; raises SafetrainError."""
-    from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
     from safetrain.core.results import adapter_to_use
+    from safetrain.core.text.tokenizer import ChatTokenizer
     from safetrain.watch.prompts import Prompts
     from safetrain.watch.result import unmeasured
     from safetrain.watch.run_folder import read_run

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from safetrain.core.data.store import open_split
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
@@ -14,6 +13,7 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.engine.pairs import PairLoss
 from safetrain.evaluate.general_text import general_text

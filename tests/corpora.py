@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from models.recipe.stories import WORLDS
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.text.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED
 
 TEXTS = [

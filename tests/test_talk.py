@@ -22,13 +22,13 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, ModelError
 from safetrain.core.memory import system
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.evaluation import answer
 from safetrain.engine.weight_files import open_tuned
 from safetrain.watch.prompts import Prompts

@@ -99,7 +99,7 @@ def poison(project: Project) -> None:
     """Make the embedding of the rare letter infinite."""
     import mlx.core as mx
 
-    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.text.tokenizer import ChatTokenizer
 
     folder = project.folder / "models" / "tiny"
     tokenizer: Any = ChatTokenizer(folder)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.recipe.text import document, subjects
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.model.presets import ModelShape
 from safetrain.core.storage.files import write_text
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.create.model import create_model
 from safetrain.data.validate import training_texts
 from safetrain.engine.cpu.blas import load_fast_blas

@@ -22,7 +22,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import count_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
@@ -36,6 +35,7 @@ from safetrain.core.storage.files import (
     write_folder,
     write_json,
 )
+from safetrain.core.text.tokenizer import ChatTokenizer
 
 BYTES_PER_TOKEN, SEEN = 3.5, 20
 SMALL_VOCABULARY = 1024  # with fewer, a text has nearly as many tokens as bytes

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from safetrain.core.data.tokenizer import Controls
+from safetrain.core.text.tokenizer import Controls
 from safetrain.data.rows import Row
 
 MARKER = re.compile(  # not in quotation marks

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.words import RUN_WORDS, Words, folded, hashed, mixed, runs_of, words_of
+from safetrain.core.text.words import RUN_WORDS, Words, folded, hashed, mixed, runs_of, words_of
 from safetrain.data.checks import cut_answers, is_open
 from safetrain.data.findings import Findings, Place, Spot
 from safetrain.data.folders import SPLITS

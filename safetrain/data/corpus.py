@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import Corpus, Provenance, Stretch, TokenFile, sampled_digest, store_path
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import SplitReport
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.compare import batches
 from safetrain.data.findings import Findings
 from safetrain.data.folders import SPLITS, corpus_of

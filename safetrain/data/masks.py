@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from safetrain.core.data.tokenizer import (
+from safetrain.core.text.tokenizer import (
     ChatTemplate,
     PlainAnswers,
     Skeleton,

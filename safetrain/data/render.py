@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from safetrain.core.data.tokenizer import (
+from safetrain.core.text.tokenizer import (
     ChatTemplate,
     Controls,
     PlainAnswers,

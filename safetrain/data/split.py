@@ -14,11 +14,11 @@ import numpy as np
 
 from safetrain.core.data.store import Provenance, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
-from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import LengthQuantiles, SplitReport
+from safetrain.core.text.tokenizer import ChatTokenizer
+from safetrain.core.text.words import mixed
 from safetrain.data.folders import SPLITS
 from safetrain.data.store_writer import StoreWriter
 from safetrain.data.tokenize import Prompt, ReadRow

@@ -11,10 +11,10 @@ import numpy as np
 
 from safetrain.core.data.store import Provenance
 from safetrain.core.data.token_rows import TokenRow, token_row
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.schema import Data
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.checks import text_findings
 from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Spot, checked_downgrade

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import Provenance, read_made, store_path
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import rows_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.text.tokenizer import ChatTokenizer
 
 FILE = Path(__file__).with_name("general_text.jsonl")
 LEAST_PIECES = 6  # of a part: with fewer the part is not measured

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from safetrain.core.data.training_rows import HeldOut
-from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Preference, Sample, Score
+from safetrain.core.text.words import words_of
 from safetrain.engine.pairs import PairLoss, PairScores
 from safetrain.evaluate.general_text import LEAST_PIECES, GeneralText
 

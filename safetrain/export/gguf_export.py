@@ -21,12 +21,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import read_prompt_format
 from safetrain.core.records.evaluation import ExportReport
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_record
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.backend import set_limits
 from safetrain.engine.layers import dequantized, inputs_of, slices_of
 from safetrain.engine.model import BaseModel, dequantize_to_answer

@@ -11,9 +11,9 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from safetrain.core.data.tokenizer import ChatTokenizer, TemplateError
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
+from safetrain.core.text.tokenizer import ChatTokenizer, TemplateError
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 START = r"[^\r\n\p{L}\p{N}]?"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from signal import SIGINT
 from typing import Any
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.signals import Terminated, handling
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.watch.prompts import AnswerText, Prompts
 
 HELP = "Ctrl-C stops an answer, /reset starts a new chat, /exit ends it"

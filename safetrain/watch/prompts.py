@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from safetrain.core.data.tokenizer import ChatTokenizer, Messages, Settings, TemplateError, Tools
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
+from safetrain.core.text.tokenizer import ChatTokenizer, Messages, Settings, TemplateError, Tools
 
 
 class Prompts:

@@ -12,7 +12,6 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.memory.estimate import memory_of_run, require_fit
 from safetrain.core.memory.system import MemoryBudget
@@ -31,6 +30,7 @@ from safetrain.core.model.files import read_limits, read_model_files, read_model
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx

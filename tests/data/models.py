@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.render import RenderedRow, Renderer
 from safetrain.data.rows import RowError

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from safetrain.core.data.store import open_store, store_path
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.files import MOST_ROW_BYTES
 from safetrain.data.folders import corpus_of
 from safetrain.data.tokenize import DataSettings

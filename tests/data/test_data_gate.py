@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.tokenizer import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
+from safetrain.core.text.tokenizer import Controls
 from safetrain.data import compare
 from safetrain.data.checks import is_refusal, text_findings
 from safetrain.data.forms import parse_row

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.adapter_files import PromptFormat
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.rows import RowError
 from safetrain.data.tokenize import text_ids

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet as parquet_files
 
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings
 from safetrain.data.folders import DataFiles

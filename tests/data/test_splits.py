@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
+from safetrain.core.text.words import words_of
 from safetrain.data import compare
 from safetrain.data.compare import Shingles, digests, first_alike
 from safetrain.data.folders import data_files_of

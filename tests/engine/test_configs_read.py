@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.model import open_base
 from safetrain.engine.upstream.family import build, unread_setting
 from safetrain.engine.upstream.loading import load, quantize

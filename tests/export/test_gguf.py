@@ -17,13 +17,13 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
-from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError, SafetrainError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat  # noqa: E402
 from safetrain.core.records.evaluation import ExportReport  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.core.storage.files import read_record, write_record  # noqa: E402
+from safetrain.core.text.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
 from safetrain.export import (  # noqa: E402

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-from safetrain.core.data.tokenizer import ChatTemplate, ChatTokenizer
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
+from safetrain.core.text.tokenizer import ChatTemplate, ChatTokenizer
 from safetrain.export.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary
 from safetrain.watch.prompts import Prompts
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer

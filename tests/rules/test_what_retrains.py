@@ -29,9 +29,9 @@ def test_only_the_stage_whose_own_result_they_are_repeats_when_messages_change(w
         for file in room.rglob("*.py") if room.is_dir() else [room]:
             file.write_text(file.read_text() + '\nWORDS = "another text"\n')
     assert changed_in(workspace, workspace.folder) == {
-        "validate_data": {"safetrain/create", "safetrain/data"},
+        "validate_data": {"safetrain/core/text", "safetrain/create", "safetrain/data"},
         "recommend_config": {"safetrain/plan"},
-        "evaluate": {"safetrain/evaluate"},
+        "evaluate": {"safetrain/core/text", "safetrain/evaluate"},
         "plot": {"safetrain/watch"},
     }
 

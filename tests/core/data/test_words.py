@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.words import words_of
 from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import CHAT_FILE, PromptFormat, read_prompt_format
 from safetrain.core.storage.files import write_record
+from safetrain.core.text.tokenizer import ChatTokenizer
+from safetrain.core.text.words import words_of
 from safetrain.data.compare import digests
 from safetrain.evaluate.general_text import FILE, MOST_TOKENS, general_text
 from safetrain.watch.prompts import AnswerText, Prompts

@@ -1,0 +1,1 @@
+"""Texts: the model's tokenizer and chat template, and words."""
