@@ -118,13 +118,14 @@ def result(
     """
     from omegaconf import OmegaConf
 
-    from safetrain.core.ranges import gate_of
     from safetrain.watch import result as results
     from safetrain.watch.run_folder import read_evaluated, read_run
 
     require_project()
     if gate:
-        code, title, reasons = results.gate(read_run(), gate_of(dict(params().get("gate") or {})))
+        from safetrain.stage import composed, to_pipeline
+
+        code, title, reasons = results.gate(read_run(), to_pipeline(composed([])).gate)
         print_text("\n".join([title, *reasons]))
         sys.exit(code)
     run, config = read_evaluated(), params()

@@ -3,28 +3,16 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.schema import CHOICES, OF_START, PAIRED, PRETRAIN, RANGE, WHOLE, Gate, Pipeline
+from safetrain.core.records.schema import CHOICES, OF_START, PAIRED, PRETRAIN, RANGE, WHOLE, Pipeline
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, e.g. {prompt: frage, completion: antwort}, or null"
-
-
-def gate_of(values: Mapping[str, Any]) -> Gate:
-    """Build the ``gate`` section from the values in params.yaml; raises ConfigError for unknown keys and bad values."""
-    names = keys_of("gate")
-    if set(values) != set(names):
-        wrong = ", ".join(sorted(set(values) ^ set(names)))
-        what = f"The gate section lacks a key, or has an unknown one: {wrong}."
-        raise ConfigError(what, where="params.yaml", expected=", ".join(names))
-    gate = Gate(**values)
-    _refuse([*_impossible("gate", gate)])
-    return gate
 
 
 def check_ranges(config: Pipeline) -> None:

@@ -3,42 +3,30 @@
 import ctypes
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.hosts import Hosts, hosts_of, read_hostfile
-from safetrain.core.memory import system as memory_budget
 from safetrain.core.memory.system import (
     DATA_BESIDE_BYTES,
     RUSAGE_BYTES,
     MemoryBudget,
-    Readings,
     footprint_bytes,
     memory_groups,
     memory_limit_bytes,
     memory_room_bytes,
     most_footprint_bytes,
     oom_kills,
-    own_limit_bytes,
     parse_rusage,
-    read_memory,
-    within_data_limit,
 )
 from safetrain.core.records.settings import TrainJob, shared_by
-from safetrain.guard.postmortem import jetsam_reason, killed_for_memory, reports_since
-from safetrain.plan.budget import budget_bytes, cuda_budget_bytes, metal_budget_bytes
 from tests.conftest import ROOT
-from tests.core.readings import READINGS, Reading
 from tests.support.settings import SETTINGS
 
 GIB = 2**30
@@ -122,69 +110,6 @@ def test_room_is_what_the_tightest_group_has_left_without_the_file_cache(tmp_pat
     assert memory_room_bytes([inner]) is None
 
 
-HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
-LIMIT = "per-process-limit"
-MACOS_26 = [
-    {"name": "corebrightnessd", "pid": 398, "rpages": 361, "states": ["daemon", "idle"]},
-    {"name": "spotlightknowledged", "pid": 73341, "rpages": 20480, "reason": LIMIT},
-]
-KSCRASH_278 = {
-    "uuid": "14350be0-e8a2-3419-b7fa-42ae204997e5", "states": ["frontmost"], "killDelta": 13593, "lifetimeMax": 795,
-    "age": 1001079202730, "purgeable": 0, "fds": 200, "genCount": 0, "coalition": 633, "rpages": 960,
-    "reason": LIMIT, "pid": 4624, "idleDelta": 4, "name": "RebornTunnel", "cpuTime": 1223.541349,
-}  # fmt: skip
-
-
-def report(processes: Any, indent: int | None = 2) -> str:
-    """A line of JSON, then the report over many lines, as the system writes it."""
-    body = {"pageSize": 16384, "largestProcess": "Python", "memoryStatus": {"pageSize": 16384}, "processes": processes}
-    return json.dumps(HEADER) + "\n" + json.dumps(body, indent=indent)
-
-
-def test_only_the_one_with_a_reason_was_killed() -> None:
-    assert jetsam_reason(report(MACOS_26), 73341) == LIMIT
-    assert jetsam_reason(report(MACOS_26), 398) == ""  # listed, as every process is
-    assert jetsam_reason(report(MACOS_26), 7334) == ""  # the beginning of another one's number
-    assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == LIMIT
-    for text in ("", "{}", json.dumps(HEADER), report(MACOS_26)[:-40], report("x"), json.dumps(HEADER) + "\n[]"):
-        assert jetsam_reason(text, 73341) == "", "cut off, or of another form"
-
-
-def test_reports_are_found_where_older_ones_are_moved_to_as_well(tmp_path: Path) -> None:
-    (tmp_path / "Retired").mkdir()
-    (tmp_path / "JetsamEvent-2.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
-    for place in ("", "Retired"):
-        path = tmp_path / place / "JetsamEvent-1.ips"
-        path.write_text(report(MACOS_26))
-        assert killed_for_memory(73341, 0.0, folder=tmp_path) == (f"{path.name}: process 73341 was killed ({LIMIT})",)
-        assert killed_for_memory(398, 0.0, folder=tmp_path) == ()
-        assert killed_for_memory(5, 0.0, folder=tmp_path) == ()  # not for memory
-        assert killed_for_memory(73341, time.time() + 60, folder=tmp_path) == ()  # an earlier process of this number
-        path.unlink()
-    for name, hours in (("panic-full-2026-09-01-010203.0002.panic", 1), (".contents.panic", 1), ("old.panic", 80)):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (time.time() - 3600 * hours,) * 2)
-    (panic,) = reports_since("*.panic", time.time() - 3600 * 72, tmp_path)
-    assert panic.name == "panic-full-2026-09-01-010203.0002.panic"
-
-
-def test_a_report_that_comes_later_is_waited_for(tmp_path: Path) -> None:
-    path, done = tmp_path / "JetsamEvent-2.ips", time.monotonic() + 0.3
-
-    def write() -> None:
-        time.sleep(max(0.0, done - time.monotonic()))
-        path.write_text(report([{"name": "Python", "pid": 5, "reason": "vm-compressor-space-shortage"}]))
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert killed_for_memory(5, 0.0, wait_seconds=5.0, folder=tmp_path)
-    assert 0 <= time.monotonic() - done < 2  # and no longer
-    writer.join()
-    began = time.monotonic()
-    assert killed_for_memory(6, 0.0, wait_seconds=0.2, folder=tmp_path) == ()
-    assert time.monotonic() - began < 1
-
-
 # XNU bsd/sys/resource.h, struct rusage_info_v4, behind uint8_t ri_uuid[16]: uint64_t fields in this order.
 RUSAGE_V4 = """user_time system_time pkg_idle_wkups interrupt_wkups pageins wired_size resident_size phys_footprint
 proc_start_abstime proc_exit_abstime child_user_time child_system_time child_pkg_idle_wkups child_interrupt_wkups
@@ -252,48 +177,6 @@ def test_under_a_limit_threads_take_little_of_it_and_a_process_that_measures_has
     taken_kib, limit_bytes = map(int, done.stdout.split())
     assert taken_kib < 4 * 4 * 1024  # the usual stack alone would be 8 MiB for each
     assert limit_bytes == 2**31
-
-
-IDLE = Readings(16 * GIB, 12 * GIB)
-
-
-def test_each_backend_has_its_rule() -> None:
-    eight = int(5.333 * GIB)
-    assert metal_budget_bytes(eight, 8 * GIB, GIB, 0) == int(0.9 * eight)
-    assert metal_budget_bytes(eight, 8 * GIB, GIB, 100) == int(0.9 * eight) + 100  # Metal does not see the process
-    assert metal_budget_bytes(eight, 8 * GIB, 5 * GIB // 2) == 4 * GIB  # much is wired
-    assert metal_budget_bytes(50 * GIB, 50 * GIB, 2 * GIB, 0) == int(0.85 * 50 * GIB)
-    assert metal_budget_bytes(50 * GIB, 50 * GIB, 9 * GIB) == 36 * GIB
-    assert metal_budget_bytes(eight, 8 * GIB, 8 * GIB) == 0
-    assert cuda_budget_bytes(15 * GIB) == int(0.92 * 14.5 * GIB)
-    assert budget_bytes("cuda", GIB // 2, IDLE) == 0
-    busy = Readings(8 * GIB, GIB // 2, wired_bytes=int(1.3 * GIB))  # what macOS calls available does not count
-    assert budget_bytes("metal", eight, busy, 0) == int(0.9 * eight)
-
-
-@pytest.mark.parametrize("reading", READINGS, ids=lambda reading: reading.name)
-def test_the_budget_of_real_machines_is_below_what_was_usable_there(reading: Reading) -> None:
-    host = Readings(reading.total_bytes, 0, reading.wired_bytes)
-    assert 0.55 <= budget_bytes(reading.backend, reading.device_bytes, host) / reading.usable_bytes <= 0.95
-
-
-def test_on_cpu_it_is_what_is_available() -> None:
-    host = read_memory()
-    assert 0 < budget_bytes("cpu", 0, host) <= host.available_bytes < host.total_bytes
-
-
-def test_limits_of_the_shell_of_a_container_and_of_one_s_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (3 * GIB, before[1]))
-    try:
-        assert budget_bytes("cpu", 0, IDLE) == 3 * GIB - GIB // 10
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert within_data_limit(8 * GIB, None) == 8 * GIB
-    assert within_data_limit(8 * GIB, own_limit_bytes(2.0)) == 2 * GIB - GIB // 10
-    assert within_data_limit(GIB, 2 * GIB) == GIB
-    monkeypatch.setattr(memory_budget, "memory_room_bytes", lambda _groups: GIB // 4)
-    assert budget_bytes("cpu", 0, IDLE) == GIB // 4
 
 
 HERE = {"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}
