@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 
-from safetrain.cli_models import ask, card, chat, convert, export, fetch, fuse, push
+from safetrain.cli_models import ask, chat, convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
 from safetrain.cli_watch import monitor, report, track
@@ -29,7 +29,7 @@ COMMANDS = {
     "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
     "Train": (run, stage, repro, exp),
     "Inspect a run": (monitor, result, report, track),
-    "Use the model": (ask, chat, fuse, card, push, ("export", export)),
+    "Use the model": (ask, chat, fuse, push, ("export", export)),
     "After a crash": (diagnose, discard),
 }
 

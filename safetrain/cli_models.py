@@ -81,6 +81,8 @@ def fuse(
     and tuned models on validation rows. The first that keeps the improvement is kept.
     """
     from safetrain.watch.progress import still_working
+    from safetrain.watch.result import CARD, write_card
+    from safetrain.watch.run_folder import read_run
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
@@ -93,33 +95,16 @@ def fuse(
     print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}")
     print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
-        card(out, adapter, job.base, replace=True)
+        remarks = write_card(out, adapter, job.base, read_run())
+        print_text("\n  ".join([f"Wrote the model card {out / CARD}; read it before you share it.", *remarks]))
     except SafetrainError as error:  # the model is complete without a card
         print_text(f"no model card: {error}")
-
-
-def card(
-    folder: Annotated[Path, Argument(help="a fused or exported model, or an adapter")],
-    adapter: Annotated[Path | None, Option(help="adapter that FOLDER was made from; default: the pipeline's")] = None,
-    model: BaseFolder = None,
-    replace: Annotated[bool, Option("--replace", help="overwrite README.md")] = False,
-) -> None:
-    """Write a model card with the measured results.
-
-    The card is the folder's README.md. `fuse` writes one itself.
-    """
-    from safetrain.watch.result import CARD, write_card
-    from safetrain.watch.run_folder import read_run
-
-    remarks = write_card(folder, adapter, model, read_run(), replace=replace)
-    print_text(f"Wrote the model card {folder / CARD}; read it before you share it.")
-    for remark in remarks:
-        print_text(f"  {remark}")
 
 
 def push(
     hub_id: Annotated[str, Argument(help="OWNER/NAME on the Hub; made if it does not exist")],
     folder: Annotated[Path, Option(help="folder to send, e.g. from fuse")] = paths.ADAPTERS,
+    adapter: Annotated[Path | None, Option(help="adapter that the folder was made from; default: the run's")] = None,
     public: Annotated[bool, Option("--public", help="everybody may read a new repository")] = False,
     yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
 ) -> None:
@@ -134,7 +119,7 @@ def push(
     from safetrain.watch.run_folder import read_run
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = with_card(folder, Path(scratch) / hub_id.rpartition("/")[2], read_run())
+        folder = with_card(folder, Path(scratch) / hub_id.rpartition("/")[2], read_run(), adapter)
         sizes = {file: file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
         for file, size in sizes.items():
             print_text(f"  {size_text(size):>10}  {file.relative_to(folder)}")
@@ -350,7 +335,6 @@ def chat(
     system: Annotated[str | None, Option(help="system prompt ('': none); default: as in training")] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    seed: Annotated[int | None, Option(min=0, help="seed, to repeat a chat at a temperature above 0")] = None,
 ) -> None:
     """Talk with the tuned model; --compare adds the base model.
 
@@ -367,7 +351,7 @@ def chat(
     from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
 
-    sampling = max_new_tokens, temperature, seed
+    sampling = max_new_tokens, temperature
     folder, tuned, stream = asked.folder, asked.adapter, asked.stream
     if compare and tuned is not None:
         opened: tuple[BaseModel, ...] = open_both(folder, tuned, stream=stream)

@@ -72,10 +72,8 @@ def validate(
 
 
 def preflight(
-    level: Annotated[str | None, Option(help="quick, probe or certify; default: preflight.level")] = None,
-    downgrade: Annotated[list[str] | None, Option(help="check whose failure only warns, e.g. DISK-FREE")] = None,
     as_json: Annotated[bool, Option("--json", help="print only preflight_report.json")] = False,
-    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
+    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides: preflight.level=quick …")] = None,
 ) -> None:
     """Check machine, data, model, memory and disk.
 
@@ -84,11 +82,9 @@ def preflight(
     from safetrain.plan.child import run_to_its_end
 
     require_project()
-    words = [f"preflight.level={level}"] if level else []
-    words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
     if as_json:
         paths.PREFLIGHT_REPORT.unlink(missing_ok=True)
-    command = [sys.executable, "-m", stage_module("preflight"), *words, *(overrides or [])]
+    command = [sys.executable, "-m", stage_module("preflight"), *(overrides or [])]
     code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
     if as_json and paths.PREFLIGHT_REPORT.is_file():
         print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")

@@ -12,7 +12,6 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text, similar_path
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import require_new
 from safetrain.project import console, require_project
 
 if TYPE_CHECKING:
@@ -93,21 +92,14 @@ def _draw(look: "Look", refresh: float, once: bool, screen: "Console") -> None:
         print_text(plain_line(view).replace("  ", "\n"))
 
 
-def report(
-    out: Annotated[Path | None, Option(help="write here; default: checkpoints_qlora/report.html")] = None,
-) -> None:
-    """Write a page about the last run: one self-contained file."""
+def report() -> None:
+    """Write checkpoints_qlora/report.html, a page about the last run: one self-contained file."""
     from safetrain.watch.report import write_report
     from safetrain.watch.run_folder import read_evaluated
 
     require_project()
-    target = out or paths.REPORT
-    if target.suffix != ".html":
-        raise ConfigError("The report is an HTML page.", where=str(target), do="name a file: --out NAME.html")
-    if target.resolve() != paths.REPORT.resolve():  # the default page is overwritten each time
-        require_new(target, "name another file, or remove this one first")
-    write_report(read_evaluated(), target)
-    print(f"{target}: open it in a browser")
+    write_report(read_evaluated(), paths.REPORT)
+    print(f"{paths.REPORT}: open it in a browser")
 
 
 def track(

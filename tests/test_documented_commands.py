@@ -30,7 +30,7 @@ from tests.support.documented import Block, Command, all_blocks, commands_in, co
 # What tests of its own run, with a text of the command's last word.
 RUN_ELSEWHERE = (
     "dvc repro", "dvc exp run", "dvc metrics", "python -m stages.train", "safetrain ask",
-    "safetrain card", "safetrain chat", "safetrain diagnose",
+    "safetrain chat", "safetrain diagnose",
     "safetrain discard", "safetrain export gguf", "safetrain export peft", "safetrain exp",
     "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain preflight",
     "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",

@@ -24,6 +24,8 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.storage import paths
 from safetrain.data.folders import data_files_of
 from safetrain.plan.hub import fetch
+from safetrain.watch.result import write_card
+from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
 from tests.export.test_fuse import adapter_of
 
@@ -157,9 +159,9 @@ def test_the_card_names_a_fetched_base_and_its_licence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     adapter_of(fetch("owner/name", Path("models")), paths.ADAPTERS)
-    done = CliRunner().invoke(app, ["card", str(paths.ADAPTERS)], catch_exceptions=False)
+    remarks = write_card(paths.ADAPTERS, None, None, read_run())
     data = ModelCard((paths.ADAPTERS / "README.md").read_text()).data
-    assert (data.base_model, data.license, "no licence" in done.output) == ("owner/name", "apache-2.0", False)
+    assert (data.base_model, data.license, "no licence" in str(remarks)) == ("owner/name", "apache-2.0", False)
 
 
 def test_a_fetched_data_set_is_a_folder_that_data_path_names(hub: Hub, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         raise ModelError(
             f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
             got=f"weights of {size(run.model.static_bytes)}",
-            do="safetrain preflight --level certify, which makes a dry run",
+            do="safetrain preflight preflight.level=certify, which makes a dry run",
         )
     quantized, note = run.but(dequantize=False), ""
     if not run.fits and quantized.fits:  # as recommend_config would plan it

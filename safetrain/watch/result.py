@@ -106,7 +106,7 @@ def _can_be_typed(question: str) -> bool:
 # The card
 
 
-def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, *, replace: bool = False) -> list[str]:
+def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) -> list[str]:
     """Write README.md into ``folder``; return remarks on what is missing. Raises ConfigError, ModelError.
 
     ``adapter``: the one that the folder was made from; None: the folder itself or the run's adapter. ``base``: None for
@@ -115,8 +115,6 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     path, kind = folder / CARD, _kind_of(folder)
-    if path.exists() and not replace:
-        raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or use --replace")
     reports = _reports(folder, kind)
     own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else "" for report in reports])
     base, scores = base or base_of(own), run.evaluation
@@ -146,7 +144,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     return remarks
 
 
-def with_card(folder: Path, copy: Path, run: Run) -> Path:
+def with_card(folder: Path, copy: Path, run: Run, adapter: Path | None = None) -> Path:
     """Write a card into ``folder`` if it has none. An adapter is copied first, and the folder returned is ``copy``.
 
     DVC tracks the adapter, and its configuration may name the base model by a private path.
@@ -156,7 +154,7 @@ def with_card(folder: Path, copy: Path, run: Run) -> Path:
     if base is not None:
         folder = Path(shutil.copytree(folder, copy))
     if not has_card:
-        write_card(folder, None, base, run)
+        write_card(folder, adapter, base, run)
     if base is not None:
         write_text(own, json.dumps({**json_object(own), "model": hub_id_of(base) or base.name}, indent=2) + "\n")
     return folder

@@ -1,12 +1,16 @@
 """The whole pipeline on pairs of answers: what run, result, monitor, report and card say about them."""
 
+import contextlib
 import math
 import shutil
 
 import pytest
 
 from safetrain.core.records.metrics import parse_csv
+from safetrain.core.storage import paths
 from safetrain.engine.training import OF_PAIRS
+from safetrain.watch.result import write_card
+from safetrain.watch.run_folder import read_run
 from tests.conftest import EMBEDDED
 from tests.pipeline.workspace import Workspace
 
@@ -48,8 +52,9 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
     assert "The chosen answer is preferred in " in workspace.cli("result")
     assert f"pairs: accuracy {100 * accuracy:.1f} %, margin " in workspace.cli("monitor", "--once", "--plain")
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
-    workspace.cli("card", "checkpoints_qlora/adapters")
-    card = (workspace.folder / "checkpoints_qlora/adapters/README.md").read_text()
+    with contextlib.chdir(workspace.folder):
+        write_card(paths.ADAPTERS, None, None, read_run())
+        card = (paths.ADAPTERS / "README.md").read_text()
     for text in (page, card):
         assert f"{pairs} pairs, each seen once; " in text
         assert "labels trained; no row truncated" in text

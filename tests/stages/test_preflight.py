@@ -29,7 +29,7 @@ def examine(workspace: Workspace, *overrides: str) -> tuple[subprocess.Completed
 
 
 def test_all_is_well_is_exit_0_and_json_is_only_json(workspace: Workspace) -> None:
-    done = workspace.run("safetrain", "preflight", "--level", "quick", "--json")
+    done = workspace.run("safetrain", "preflight", "preflight.level=quick", "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["exit_code"], report["status"], report["schema"]) == (0, 0, "pass", 2)
     fit = next(check for check in report["checks"] if check["id"] == "MEM-FIT")
