@@ -56,8 +56,6 @@ LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
 DIVIDED_PAIRS_COST = 1.45  # one more pass without a gradient (measured: benchmarks/bench_preferences)
-FEWER_BITS = (4, 3, 2)
-BITS_OF_SCALES = 0.5  # per weight: two 16-bit numbers for 64 weights
 
 
 @dataclass(frozen=True)
@@ -338,31 +336,17 @@ def nothing_fits(question: PlannedTraining, fits: list[Estimate]) -> MachineErro
 
 
 def what_would_fit(run: Estimate) -> list[str]:
-    """List changes that make a training run fit, as texts with the memory that it then needs.
-
-    Changes that only cost time come first. If they are not enough, each text adds a shorter length or fewer bits.
-    """
+    """List changes that make a training run fit, as texts with the memory that it then needs."""
     keys = dict[str, str]()
-    for key, value, changes in _slower(run):
+    for key, value, changes in _smaller(run):
         keys[key], run = value, run.but(**changes)
         if run.fits:
-            break
-    slower, folder = [f"{key}={value}" for key, value in keys.items()], run.model.folder
-    if run.fits:
-        return [f"{' '.join(slower)} ({size_text(run.needed_bytes)})"]
-    lengths = range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
-    bits = FEWER_BITS if run.model.quantization_bits is None and run.method not in WHOLE else ()
-    ways = (
-        ((f"train.max_seq_length={tokens}", run.but(tokens=tokens)) for tokens in lengths),
-        ((f"safetrain convert {folder} {folder}-{each}bit --bits {each}", _quantized(run, each)) for each in bits),
-    )
-    fitting = (next(((change, fit) for change, fit in way if fit.fits), None) for way in ways)
-    texts = [f"{' '.join([*slower, each[0]])} ({size_text(each[1].needed_bytes)})" for each in fitting if each]
-    return texts or ["a smaller base model or a machine with more memory"]
+            return [f"{' '.join(f'{key}={value}' for key, value in keys.items())} ({size_text(run.needed_bytes)})"]
+    return ["a smaller base model or a machine with more memory"]
 
 
-def _slower(run: Estimate) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield changes that cost only time: key, value, and the changed fields of the training run."""
+def _smaller(run: Estimate) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield changes that need less memory: key, value, and the changed fields; those that only cost time come first."""
     rows = run.rows
     while rows > 1:
         rows //= 2
@@ -375,13 +359,5 @@ def _slower(run: Estimate) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "train.compute_dtype", "bfloat16", {"compute_dtype": "bfloat16"}
     if not run.stream and run.method not in WHOLE:
         yield "train.stream_base", "true", {"stream": True}
-
-
-def _quantized(run: Estimate, bits: int) -> Estimate:
-    """The training run with its float base quantized."""
-    scales = BITS_OF_SCALES * (2 if run.compute_dtype == "float32" else 1)
-    size = int(run.model.parameters * (bits + scales) / 8)
-    model = dataclasses.replace(run.model, static_bytes=size, quantization_bits=bits)
-    if run.compute_dtype is not None:  # the size above is final, so no tensor may count as cast
-        model = dataclasses.replace(model, tensors=tuple(dataclasses.replace(t, dtype="U32") for t in model.tensors))
-    return run.but(model=model, dequantize=False)
+    for tokens in range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP):
+        yield "train.max_seq_length", str(tokens), {"tokens": tokens}

@@ -31,7 +31,6 @@ CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "MODEL-LOAD": "use a model that mlx-lm supports: safetrain fetch HUB_ID",
     "MODEL-TRAIN": "train a model of another family; a newer mlx-lm may train this one",
     "MEM-STATIC": "use a smaller or more strongly quantized model: safetrain estimate MODEL",
-    "DISK-READ": "copy the model to an internal SSD",
     "DISK-FREE": f"free some space: du -sh {paths.OUTPUT}/*",
     "MEM-FIT": "",
 }

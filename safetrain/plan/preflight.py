@@ -1,14 +1,11 @@
 """The checks before training: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
-import fcntl
 import importlib.metadata
-import os
 import platform
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,9 +44,6 @@ from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import plan_run
 
 PLANNED = "DISK-FREE", "MEM-FIT"  # checked by making a plan
-READ_BYTES, PIECE_BYTES = 2**28, 2**23
-F_NOCACHE = 48  # of macOS's fcntl: the file that is read does not stay in the cache
-SLOW_BYTES = 0.5e9  # a second
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 # An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
@@ -86,8 +80,6 @@ def examine(
         return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", *PLANNED))], machine
     checks += model_checks(model, machine, probe, train, level)
     is_refused = FAIL in (each.status for each in checks[-2:])
-    if train.stream_base or checks[-1].status == WARN:
-        checks.append(reading_check(model))
     if data is None or rows is None or is_refused:
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, *(skipped(each, why) for each in PLANNED)], machine
@@ -290,8 +282,7 @@ def _plan_checks(config: Pipeline, inputs: PlanInputs, module: str, say: Callabl
 def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     """Check that the training planned by recommend_config fits."""
     process, margin = planned.process_memory_bytes, planned.margin_bytes
-    text = size(planned.predicted_peak_bytes + process)
-    text += f" and a margin of {size(margin)}" if margin else ""
+    text = f"{size(planned.predicted_peak_bytes + process)}{f' and a margin of {size(margin)}' if margin else ''}"
     text += f", {counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens (closed form)"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # a process's footprint leaves out GPU memory
@@ -305,21 +296,3 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     most = f"at most {size(planned.memory_budget_bytes)}"
     source = "the smaller of machine.json and train.memory_limit_gb"
     return verdict("MEM-FIT", not over, False, text, most, source)
-
-
-def reading_check(model: ModelFiles) -> Check:
-    """Check that a base that stays on disk is read fast enough, measured on its largest file, uncached if possible."""
-    file = max(model.folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    with file.open("rb", buffering=0) as weights:
-        if sys.platform == "darwin":
-            fcntl.fcntl(weights, F_NOCACHE, 1)
-        else:
-            os.posix_fadvise(weights.fileno(), 0, READ_BYTES, os.POSIX_FADV_DONTNEED)
-        began, done = time.perf_counter(), 0
-        while done < READ_BYTES and (piece := weights.read(PIECE_BYTES)):
-            done += len(piece)
-        speed = done / max(1e-9, time.perf_counter() - began)
-    seconds = 2 * model.static_bytes / speed
-    text = f"the base stays on disk, read at {size(int(speed))} a second: about {seconds:.0f} s per step"
-    needed = f"at least {size(SLOW_BYTES)} a second"
-    return verdict("DISK-READ", speed >= SLOW_BYTES, False, text, needed, str(model.folder))
