@@ -273,10 +273,8 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
             return 0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy
     else:
         free = host_room_bytes(host) // ranks_here
-    if ranks_here > 1:
-        each = f"{ranks_here} ranks share this machine, and each has only {size_text(free)}"
-        return free, each, f"lower train.ranks, or {remedy}"
-    return free, f"only {size_text(free)} are free now", remedy
+    each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+    return free, f"only {size_text(free)} are free now{each}", remedy
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
