@@ -1,7 +1,6 @@
 """Finds the files of a data set and the split of each, and the files in its folder that are not read."""
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,9 +205,7 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
         what, do = f"The data folder has {split} more than once.", f"keep one, or put all of them in a folder {split}"
         purposes = sorted({match[1] for kind, _ in kinds if (match := PURPOSE.search(kind))})
         if purposes:
-            folder, own = (shlex.quote(str(path)) for path in (files[0].folder, files[0].folder / purposes[-1]))
-            do = f"choose one of {', '.join(purposes)}, and set data.path to a folder with its files only: "
-            do += f"mkdir {own} && mv {folder}/*[-_.]{purposes[-1]}* {own}"
+            do = f"choose one of {', '.join(purposes)}: move its files to their own folder, and set data.path to it"
         raise DataError(what, where=str(files[0].folder), got=" and ".join(names), do=do)
     shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})

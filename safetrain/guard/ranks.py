@@ -39,8 +39,7 @@ PARENT = "0"  # the worker's argument: its parent is its supervisor
 RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
 REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
-ENDS_RANK_0 = (SIGINT, SIGTERM)
-TO_RANK_0 = (*ENDS_RANK_0, SIGUSR1)  # SIGUSR1 makes it write its stacks; any of these would end mlx.launch
+TO_RANK_0 = (SIGINT, SIGTERM, SIGUSR1)  # SIGUSR1 makes it write its stacks; any of these would end mlx.launch
 ENDS_ALL = (REFUSED, 128 + SIGINT, 128 + SIGTERM)  # exit codes after which rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first port
@@ -132,7 +131,6 @@ class LaunchedRanks(WatchedProcess):
         self._fifo, self._hosts = fifo, hosts
         self._reading = True
         self._failed_elsewhere: Failed | None = None  # the first failure that a rank on another machine reported
-        self._pending_signal = 0  # to send to rank 0 as soon as it has started
         self._codes: list[tuple[int, int]] = []  # rank and exit code of each rank that ended badly, in order
         super().__init__(0, settings.flight, process, fifo, settings)
 
@@ -160,24 +158,15 @@ class LaunchedRanks(WatchedProcess):
         """Whether mlx.launch has ended, and rank 0 too, which may run longer to save."""
         return super().is_over() and self._rank_0() is None
 
-    def feed(self) -> None:
-        """Process new records; send rank 0 a signal that came before its start."""
-        super().feed()
-        if self._pending_signal and self._rank_0() is not None:
-            self.send(self._pending_signal)
-            self._pending_signal = 0
-
     def send(self, number: int) -> None:
         """Ask rank 0 to end or to write its stacks; it informs the others. Other signals go to the process group.
 
-        After rank 0's end, SIGTERM ends mlx.launch and the other ranks.
+        Before rank 0's start and after its end, SIGTERM ends mlx.launch and the other ranks.
         """
         rank_0 = self._rank_0()
         if rank_0 is not None and number in TO_RANK_0:
             with suppress(psutil.Error):
                 rank_0.send_signal(number)
-        elif self.flight.header is None and number in ENDS_RANK_0:
-            self._pending_signal = number
         elif number != SIGUSR1:
             super().send(number)
 

@@ -19,7 +19,6 @@ from safetrain.core.formatting import (
     written_again,
 )
 from safetrain.core.postmortem import PostMortem, describe_rows
-from safetrain.core.records.evaluation import Score
 from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSettings
 from safetrain.core.storage.files import write_text
@@ -64,7 +63,7 @@ def render(template: str, **values: Any) -> str:
     }
     functions = (
         configuration_of, coverage_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof,
-        describe_rows, environment_of, exact_text, history_of, memory_sizes, rows_text, status_of, verdict_of,
+        describe_rows, environment_of, history_of, memory_sizes, rows_text, status_of, verdict_of,
         written_again,
     )  # fmt: skip
     pages.globals |= {function.__name__: function for function in functions}
@@ -117,14 +116,6 @@ def verdict_of(run: Run) -> tuple[str, str]:
     summary = run.summary
     losses = f"{summary.base_valid_loss:.3f} before, {summary.best_valid_loss:.3f} at step {summary.best_step:,}"
     return f"This adapter has not been evaluated yet. Validation loss: {losses}.", OPEN
-
-
-def exact_text(score: Score) -> str:
-    """``98.6 % (96.1 to 99.5)``; empty if no question was answered."""
-    if score.exact_match is None or score.exact_match_low is None or score.exact_match_high is None:
-        return ""
-    low, high = 100 * score.exact_match_low, 100 * score.exact_match_high
-    return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
 
 
 def death_of(run: Run) -> PostMortem | None:
