@@ -49,6 +49,8 @@ REFUSAL = re.compile(  # at the beginning of a sentence or clause
 )
 HEAD = 160  # characters of an answer that are searched for a refusal
 
+CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
+
 KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
              "SG.", "PRIVATE KEY-----")  # fmt: skip
 KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
@@ -68,7 +70,25 @@ SHARED_MAIL = re.compile(  # of examples, offices and programs
     r"|you|me|hello|someone|postmaster|webmaster|git|root|abuse|press|jobs)\d*)@|no.?reply|doe\d*@"
     r"|@(?:[\w-]+\.)*(?:[\w-]*(?:example|exemplo|domain|company|e-?mail|website)|acme|test|abc|xyz)\."
 )
-LEAST_CUT, CUT_LENGTH = 5, 100  # answers of one length, and characters: a title or a class is no cut answer
+DIGITS = re.compile(r"\d[\d ()./-]{5,}\d")  # in every telephone number
+PHONE = re.compile(  # after a word that says so, international, with an area code in brackets, or in three parts
+    r"://\S*|\b(?i:order|invoice|isbn|iban|ref|serial|tracking|ticket|account|id|pedido)\b[^\d.!?+(]{0,20}\d[\d -]*"
+    r"|\b(?i:(?:tele)?(?:phone|fone)|tel|mobile|cell|celular|whatsapp|fax)(?: number| no| nr)?(?: is|[:.]+) ?"
+    r"(\+?\(?\d(?:[ ()/.-]{0,2}\d){6,12})(?![\w-]|[.,/]\d)"
+    r"|(?<![\w+.,/#~-])(\+[1-9](?:[ ()-]{0,2}\d){8,13}|\(0?[1-9]\d{1,2}\) ?\d{3,5}[ -]\d{4}"
+    r"|(?:1[-.])?[2-9]\d\d(?:-[2-9]\d\d-|\.[2-9]\d\d\.)\d{4})(?![\w-]|[.,/]\d)"
+)
+INVENTED = re.compile(r"555\d{4}(?:\d{3})?$|1234567|(\d)\1{5}|^[01]?8(?:00|33|44|55|66|77|88)\d{7}$")  # or free
+
+CLOSING, SENTENCE_ENDS = "\"'”’»)]}*_`", ".!?…。！？।؟"
+NO_PROSE = re.compile(r"^(?:[-*•+#|>$@\t]|    |\d+[.)]|\w\))|://|[{}<>=\\|`]|\w\(|\s[#@]\w+$")
+UNFINISHED = re.compile(  # ends with a word that needs another, or within a second sentence; no greetings
+    r"[,:(–—]$|\b(?:the|an?|of|and|to|in|with|for|that|from|by|as|at|or|d[aeo]s?|um|uma|para|em|com|que|el|las?|los|y|un"
+    r"|una|de[rnms]|die|das|und|mit|von|zu|le|les|et|des)$|[。！？][^。！？\"“”]+$|[^\W\d_A-Z]{3}[.!?][\"')”’»]*\s+"
+    r"(?!(?i:yours?|sincerely|regards|best|love|warm|kind|thank|cheers|aten|abra|att|cord|signed))[^\W\d_][^.!?\"“”]*$"
+)
+NOT_JUDGED, ENDED, UNMARKED, CUT = range(4)  # ways in which an answer ends
+PROSE_LETTERS, LEAST_JUDGED, ENDED_SHARE, LEAST_AT_LIMIT = 25, 100, 0.95, 5  # the last: answers of the greatest length
 
 
 def text_findings(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
@@ -128,6 +148,12 @@ def placeholder(text: str) -> str:
     return gap[0] if gap else ""
 
 
+def calculator_mark(text: str) -> str:
+    """Find the first calculator mark, such as those in GSM8K's answers."""
+    mark = CALCULATOR.search(text)
+    return mark[0] if mark else ""
+
+
 def mojibake(text: str) -> str:
     """Find the first wrongly decoded word and its correction, or the text around a lost character."""
     if "\ufffd" in text:
@@ -173,21 +199,37 @@ def secrets(text: str) -> list[str]:
 
 
 def personal_data(text: str) -> Iterator[str]:
-    """Find e-mail addresses that may be a person's, masked."""
+    """Find e-mail addresses and telephone numbers that may be a person's, masked."""
     for mail in MAIL.finditer(text) if "@" in text else ():
         if mail[1] and not SHARED_MAIL.search(mail[0]):
             yield f"an e-mail address ({mail[1][0]}…@{mail[2][0]}….{mail[3]})"
+    for phone in PHONE.finditer(text) if DIGITS.search(text) else ():
+        number = phone[1] or phone[2]
+        if number and not INVENTED.search(re.sub(r"\D", "", number)):
+            yield f"a telephone number ({number[:3]}…{number[-2:]})"
 
 
-def is_open(answer: str) -> bool:
-    """Whether an answer ends with a letter, as one that was cut off."""
-    return answer.rstrip()[-1:].isalpha()
+def ending(answer: str) -> int:
+    """How an answer ends: judged is its last line if that is prose."""
+    line = answer.rstrip().rpartition("\n")[2]
+    words = line.rstrip(CLOSING)
+    if len(words) < PROSE_LETTERS or NO_PROSE.search(line):
+        return NOT_JUDGED
+    if words[-1] in SENTENCE_ENDS:
+        return ENDED
+    if words != line or not (words[-1].isalpha() or words[-1] in ",:(–—"):
+        return NOT_JUDGED
+    return CUT if UNFINISHED.search(words) else UNMARKED
 
 
-def cut_answers(are_open: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Find the rows whose answers were truncated to one length; (rows,) each, ``lengths`` in characters."""
-    cut = are_open & (lengths + 1 >= lengths.max(initial=CUT_LENGTH))  # an export may also strip a space
-    return np.flatnonzero(cut) if cut.sum() >= LEAST_CUT else np.zeros(0, dtype=np.int64)
+def cut_answers(endings: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Find the rows whose answer breaks off where nearly all others end; (rows,) each, ``lengths`` in characters."""
+    at_limit = (endings > ENDED) & (lengths + 1 >= lengths.max(initial=0))  # an export may also strip a space
+    at_limit &= at_limit.sum() >= LEAST_AT_LIMIT  # else one without a mark may be a title
+    judged = endings[~at_limit & (endings != NOT_JUDGED)]
+    if (judged == ENDED).sum() < ENDED_SHARE * max(LEAST_JUDGED, len(judged)):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(at_limit | (endings == CUT))
 
 
 def is_refusal(answer: str) -> bool:
@@ -197,6 +239,7 @@ def is_refusal(answer: str) -> bool:
 
 CHECKS = {
     "PLACEHOLDERS": placeholder,
+    "CALCULATOR-MARKS": calculator_mark,
     "MOJIBAKE": mojibake,
     "INVISIBLE-CHARACTERS": invisible_character,
 }

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.formatting import counted
 from safetrain.core.text.words import RUN_WORDS, Words, folded, hashed, mixed, runs_of, words_of
-from safetrain.data.checks import cut_answers, is_open
+from safetrain.data.checks import cut_answers, ending
 from safetrain.data.findings import Findings, Place, Spot
 from safetrain.data.folders import SPLITS
 from safetrain.data.rows import Row
@@ -33,8 +34,9 @@ NUMBERS = np.dtype([  # one record for each row
     ("asked", "u8"),  # digest without case, white space and a final mark: code that differs is a different question
     ("contexts", "u8"),  # digest of system prompt, tools and earlier answers
     ("answers", "u8"),  # 0 if there is no answer
-    ("answer_characters", "u4"),
-    ("open", "?"),  # the answer ends with a letter
+    ("answer_words", "u4"),
+    ("answer_letters", "u4"),
+    ("endings", "u1"),
     ("rejected", "u8"),  # the rejected answer of a pair, or 0
 ])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
@@ -46,6 +48,7 @@ MASK = np.uint32(COUNTERS - 1)
 BLOCK = 2**20  # runs, or candidates, that are processed together
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
+LONG_ANSWER, SAME_SHARE, LEAST_SAME = 6, 0.05, 20  # in words; a share of all rows; in rows
 
 
 class RowFacts:
@@ -113,7 +116,7 @@ def compare(facts: RowFacts, parts: np.ndarray) -> None:
     train = np.flatnonzero(parts == TRAIN)
     firsts = train[first_alike(facts.column("identities")[train])]
     facts.tell("REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
-    facts.tell("ANSWERS-CUT", cut := cut_answers(facts.column("open"), facts.column("answer_characters")), cut)
+    facts.tell("ANSWERS-CUT", cut := cut_answers(facts.column("endings"), facts.column("answer_letters")), cut)
     _overlaps(facts, parts)
     groups, clusters = facts.groups[train], facts.clusters[train]
     firsts = first_alike(clusters)  # the first row of a cluster is not a copy
@@ -144,12 +147,19 @@ def _overlaps(facts: RowFacts, parts: np.ndarray) -> None:
 
 
 def _answers(facts: RowFacts) -> None:
-    """Find questions with several answers."""
+    """Find questions with several answers, and answers that many questions share."""
     keys = facts.column("answers")
     rows = np.flatnonzero(keys)
     firsts = rows[first_alike(facts.asked_in_context()[rows])]
     differ = keys[rows] != keys[firsts]
     facts.tell("ANSWERS-DIFFER", rows[differ], firsts[differ])
+    long = rows[facts.column("answer_words")[rows] >= LONG_ANSWER]
+    _, places, counts = np.unique(keys[long], return_inverse=True, return_counts=True)
+    many = counts >= max(LEAST_SAME, SAME_SHARE * len(rows))
+    same = long[many[places]]
+    if len(same):
+        detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
+        facts.tell("ANSWER-DOMINATES", same, same, detail)
 
 
 def _opposed(facts: RowFacts) -> None:
@@ -199,10 +209,10 @@ def _answer_text(row: Row) -> str:
     return ""
 
 
-def _answer(row: Row) -> tuple[int, int, bool]:
-    """Hash the last answer, ignoring case, white space and a final mark (0 without one); its length, and its end."""
+def _answer(row: Row) -> tuple[int, int, int, int]:
+    """Hash the last answer, ignoring case, white space and a final mark (0 without one); its size and its ending."""
     words = (text := _answer_text(row)).casefold().split()
-    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(text), is_open(text)
+    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words), len(text), ending(text)
 
 
 def _context(row: Row) -> int:

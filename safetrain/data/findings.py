@@ -92,6 +92,7 @@ KINDS = {
     "ANSWERS-DIFFER": Kind(
         WARNING, "an earlier question is repeated with a different answer in {rows}",
         "keep one answer for each question, or ignore if several are right"),
+    "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of these"),
     # preference pairs
     "NO-PREFERENCE": Kind(
         ERROR, "the chosen and rejected answers of {rows} are identical{detail}: there is nothing to prefer",
@@ -104,6 +105,9 @@ KINDS = {
         WARNING, "the literal chat marker {detail} in {rows} would be trained on as plain text",
         "turn these rows into chats (messages with roles), or remove the markers", by_detail=True),
     "PLACEHOLDERS": Kind(WARNING, "an unfilled placeholder such as {detail} in {rows}", DROP),
+    "CALCULATOR-MARKS": Kind(
+        WARNING, "calculator marks such as {detail} in {rows}: the model would learn to write them",
+        "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
         f"{FIX} repairs most; characters that became U+FFFD are lost: export the file again"),
@@ -114,7 +118,7 @@ KINDS = {
         WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     "PERSONAL-DATA": Kind(NOTE, "personal data in answers of {rows}: {detail}", f"{IGNORE}. {DROP}", lists=True),
     "ANSWERS-CUT": Kind(
-        NOTE, "an answer has the greatest length of all and no end in {rows}: an export truncated it",
+        NOTE, "an answer breaks off within a sentence in {rows}, where nearly all others end: a model may learn this",
         f"export these answers in full. {DROP}"),
     # tokenized corpora
     "TOKENIZER-DIFFERS": Kind(

@@ -31,6 +31,7 @@ KEYS = [  # in two parts, so that no scanner takes this file for a leak
 ]
 PLANTED = [
     (chat("Which key?", f"It is {KEYS[1]}."), "SECRETS", "a secret key (ghp_a…, 40 characters)"),
+    (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
     (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
     (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
     (chat("Who acts in it?", "FranÃ§oise Yip."), "MOJIBAKE", "'Françoise"),
@@ -74,6 +75,10 @@ def test_what_rows_repeat_is_found_with_what_they_repeat(write_jsonl: Write, mon
     monkeypatch.setattr(compare, "MOST_TEXTS", 5)
     near = found_in(path)["NEAR-COPIES"]
     assert (near.severity, "; more than 5 rows: only identical questions" in near.message) == ("note", True)
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]  # commoner, but no sentence
+    dominates = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
+    assert (dominates.count, "share 1 answer (15 % of all rows)" in dominates.message) == (25, True)
 
 
 def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:
@@ -85,8 +90,16 @@ def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:
 @pytest.mark.parametrize(("answer", "said"), [
     ("Write to maria.silva@gmail.com.", "an e-mail address (m…@g….com)"),
     ("Escreva para (joao@correio.com.br)", "an e-mail address (j…@c….br)"),
+    ("Call +49 171 2398446.", "a telephone number (+49…46)"),
+    ("Ligue para (11) 98765-4308, por favor", "a telephone number ((11…08)"),
+    ("It is 415-832-1298", "a telephone number (415…98)"),
+    ("Tel.: 030 2397815", "a telephone number (030…15)"),
+    ("The phone number is 01712398446.", "a telephone number (017…46)"),
     ("Write to user@example.com, noreply@firm.io, info@firm.io or jo@example.org.", ""),
     ("git clone git@github.com:a/b.git; see https://x.org/@jo@x.org?tel=415-832-1298, icon@2x.png, a@b", ""),
+    ("Call (212) 555-0123, 555-0199, +1 415-555-0132, 1-800-832-1298 or 123-456-7890.", ""),
+    ("Order 415-832-1298 of 2024-05-17, ISBN 978-0-306-40615-7, IBAN DE89 3704 0044 0532 0130 00, 300 200 1000.", ""),
+    ("It is 12/05/2024 10:30, +3.14159265358, 192.168.100.1, 4111 1111 1111 1111, 1,000,000,000, v2.415.832.1298.", ""),
 ])  # fmt: skip
 def test_personal_data_in_answers_is_a_note_and_masked(write_jsonl: Write, answer: str, said: str) -> None:
     path = write_jsonl("a.jsonl", [*clean(CLEAN_ROWS), chat("How?", answer), chat(f"{answer} Is it?", "Yes.")])
@@ -99,15 +112,32 @@ def test_personal_data_in_answers_is_a_note_and_masked(write_jsonl: Write, answe
     assert found.message == f"personal data in answers of 1 row: {said}"
 
 
-def test_answers_that_an_export_truncated_are_named(write_jsonl: Write) -> None:
-    ended = [chat(f"How is {n}?", f"The answer to the question number {n} is not known.") for n in range(20)]
-    title = chat("Which book?", "The Old Man and the Sea by Ernest Hemingway and many others of its time and place")
-    classes = [chat(f"Which class has {n}?", "unreasonable") for n in range(9)]
-    for clean_rows in ([*ended, title], classes):
-        assert "ANSWERS-CUT" not in found_in(write_jsonl("a.jsonl", clean_rows))
-    long = [chat(f"What of {n}?", f"{'It is a long story about ' * 4}{n} {'abcdefgh ' * 30}"[:200]) for n in range(9)]
-    found = found_in(path := write_jsonl("a.jsonl", [*ended, title, *long]))["ANSWERS-CUT"]
-    assert (found.severity, found.count, found.where[0]) == ("note", 9, f"{path}:22")
+def test_answers_that_break_off_where_the_others_end_are_named(write_jsonl: Write) -> None:
+    def cut(rows: list[dict[str, object]]) -> list[int]:
+        found = found_in(path := write_jsonl("a.jsonl", rows)).get("ANSWERS-CUT")
+        assert found is None or found.severity == "note"
+        return [] if found is None else [int(place.removeprefix(f"{path}:")) for place in found.where]
+
+    ended = [chat(f"How is {n}?", f"The answer to the question number {n} is not known.") for n in range(120)]
+    broken = [
+        chat("Who?", "It is, as they say, a matter of the"), chat("When?", "It was after the war. It was winter"),
+        chat("Why?", "There are several reasons, the weather,"), chat("O quê?", "Foi uma longa viagem de rio em"),
+    ]  # fmt: skip
+    whole = [
+        "The Old Man and the Sea by Ernest Hemingway", "Blue", "- the first of all the things\n- the second of all the",
+        "def answer(of, the):\n    return the, of, and, the, of", "See https://example.org/all/that/is/known/of/the",
+        '{"name": "the answer to the question of"}', "Dear all, it was lovely. Yours sincerely, Jane Austen",
+        "It is a matter of taste and of time :)", "The result of the whole sum is 42", "“It is a matter of heart.”",
+    ]  # fmt: skip
+    titles = [chat(f"Which book is {number}?", text) for number, text in enumerate(whole)]
+    assert cut([*ended, *broken, *titles]) == [121, 122, 123, 124]
+    assert cut([*ended[:50], *broken]) == [], "too few to judge"
+    assert (
+        cut([*ended, *broken, *(chat(str(n), f"A title without a mark at its end {n:04}x") for n in range(30))]) == []
+    )
+    long = [chat(f"What of {n}?", f"{'It is a long story about ' * 4}{n} {'abcdefgh ' * 30}"[:200]) for n in range(60)]
+    found = found_in(write_jsonl("a.jsonl", [*ended, *long]))["ANSWERS-CUT"]
+    assert found.count == 60, "all are cut at one length"
 
 
 def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_pairs_are_stored_as_two_rows_whose_last_answers_are_labels(write_jsonl:
 
 def test_clean_pairs_have_no_finding_although_prompts_and_answers_repeat(write_jsonl: Write) -> None:
     many = [pair("Which is best?", "It is the first one of them all.", f"It is number {n}.") for n in range(60)]
-    assert not {"ANSWERS-DIFFER", "REPEATED-ROWS", "PAIRS-OPPOSED"} & set(
+    assert not {"ANSWERS-DIFFER", "ANSWER-DOMINATES", "REPEATED-ROWS", "PAIRS-OPPOSED"} & set(
         found(write_jsonl("a.jsonl", [*pairs(60), *many]))
     )
     assert found(write_jsonl("b.jsonl", pairs(60))) == {}
