@@ -34,6 +34,7 @@ TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
 BATCH_ROWS = 256  # rows to read from Parquet at a time
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
@@ -157,10 +158,15 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
     """Yield each line with its line end; with ``in_pieces``, split lines longer than 16 MiB. Raises DataError."""
-    number = 1
+    number, size = 1, 0
     try:
         with _opened(path) as stream, io.TextIOWrapper(stream, encoding, newline="\n") as text:
             while line := text.readline(MOST_ROW_BYTES + 1):
+                size += len(line)
+                if size > max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size):
+                    what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
+                    do = "do not use it; if it is yours, decompress it and use the result"
+                    raise DataError(what, where=str(path), do=do)
                 if len(line) > MOST_ROW_BYTES and not in_pieces:
                     what, where = f"The data cannot be read: {TOO_LONG}.", f"{path}:{number}"
                     raise DataError(what, where=where, do=f"split it, or {ONE_LINE_EACH}")

@@ -361,3 +361,18 @@ def test_a_repair_is_whole_and_needs_no_other_or_is_refused(content: bytes) -> N
         again = Repair(folder / "b.jsonl", folder / "c.jsonl")
         assert (again.read, again.written, again.changes) == (done.written, done.written, {})
         assert (folder / "b.jsonl").read_bytes() == (folder / "c.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard"])
+def test_a_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, compression: str) -> None:
+    """Hundreds of pieces that each unpack to a MiB: one line, and many."""
+    pack, path = COMPRESSIONS[compression][1], tmp_path / "a.jsonl"
+    line = b'{"text": "' + b"x" * (MIB - 13) + b'"}\n'
+    one_line, many = pack(b'{"text": "') + pack(b"x" * MIB) * 300, pack(line) * 300
+    for content, said in ((one_line, "longer than 16 MiB"), (many, "decompresses to more than 200 times its size")):
+        path.write_bytes(content)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=said):
+            sum(1 for _ in rows_of(path))
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+        tracemalloc.stop()
