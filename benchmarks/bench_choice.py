@@ -182,7 +182,8 @@ def train(project: Project, way: Way, limit: float | None = None, *, planned: bo
 
 def compare(name: str, project: Project, limit: float, plan: Recommendation, free: dict[Way, float]) -> Case:
     """The chosen configuration beside the fastest that trains to the end under the limit."""
-    mine = Way(plan.batch_size, plan.gradient_checkpointing, plan.dequantize_base)
+    settings = plan.settings
+    mine = Way(settings.batch_size, settings.gradient_checkpointing, settings.dequantize_base)
     ended, rate = train(project, mine, limit, planned=True)
     best, best_rate = mine, rate
     for way in sorted(free, key=lambda way: -free[way]):

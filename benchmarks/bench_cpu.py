@@ -75,14 +75,15 @@ def update_ms(trick: str) -> float:
 
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.core.data.training_rows import Cursor
-    from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+    from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.optimizer import apply_gradient, optimizer_of
-    from safetrain.engine.selftest import settings_of, time_operation
+    from safetrain.engine.selftest import time_operation
     from safetrain.engine.update import equip, measure
     from tests.support.random_models import open_skeleton
 
-    settings = settings_of(LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,)), ROWS, TOKENS)
+    lora = LoraSettings(8, 2.0, 0.0, BLOCKS, (ALL_LINEAR,))
+    settings = dataclasses.replace(SMALLEST, batch_size=ROWS, max_seq_length=TOKENS, lora=lora)
     model = open_skeleton(CONFIG)
     gradients, optimizer = equip(model, settings), optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())

@@ -4,6 +4,7 @@ Each is a small model with random weights in a process of its own, under a memor
 command: those alone, and no file is written.
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -109,19 +110,19 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.core.data.training_rows import Cursor
     from safetrain.core.memory.terms import lora_parameters
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.settings import LoraSettings
+    from safetrain.core.records.settings import SMALLEST, LoraSettings
     from safetrain.engine.adapters import adapted_names
     from safetrain.engine.batches import training_layout, update_at
     from safetrain.engine.model import open_base
     from safetrain.engine.optimizer import apply_gradient, optimizer_of
-    from safetrain.engine.selftest import random_rows, settings_of
+    from safetrain.engine.selftest import random_rows
     from safetrain.engine.update import measure, prepare
     from safetrain.engine.weight_files import apply_adapter, save_adapter
 
     folder, files = scratch / "model", read_model_files(scratch / "model")
     model = open_base(folder, dequantize=False)
     lora = LoraSettings(4, 2.0, 0.0, max(1, len(model.module.layers) // 2), ("all-linear",))
-    settings = settings_of(lora, ROWS, TOKENS)
+    settings = dataclasses.replace(SMALLEST, batch_size=ROWS, max_seq_length=TOKENS, lora=lora)
     prompt = mx.array([[5, 9, 13, 21, 34]])
     before = np.array(model.module(prompt).astype(mx.float32))
     model, gradients = prepare(folder, settings)

@@ -97,7 +97,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.core.data.store import open_split
     from safetrain.core.data.training_rows import held_out_in
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.metrics import RunShape
+    from safetrain.core.records.metrics import TrainingSummary
     from safetrain.core.storage import paths
     from safetrain.core.storage.files import read_result
     from safetrain.engine.model import open_base
@@ -105,7 +105,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.engine.weight_files import apply_adapter
     from safetrain.export.comparison import kept_share
 
-    run, base_folder = read_result(paths.SUMMARY, RunShape), Path(MODEL)
+    run, base_folder = read_result(paths.SUMMARY, TrainingSummary), Path(MODEL)
     rows = held_out_in(open_split("test", base_folder), None, run.max_seq_length).rows
     tokens = run.batch_size * run.max_seq_length
     tuned_model = open_base(base_folder, dequantize=True)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import show_result, write_result
+from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import read_record
 from tests.support.chaos.project import Project
@@ -138,12 +139,16 @@ def compare(name: str) -> Iterator[Compared]:
 
 def compared(name: str, plan: Recommendation, summary: dict[str, Any]) -> Compared:
     """What was planned beside what was measured."""
-    how = [f"{plan.batch_size} x {plan.max_seq_length} tokens, rank {plan.lora.rank} on {plan.lora.num_layers} blocks"]
-    how += ["recomputed" if plan.gradient_checkpointing else "kept", "dequantized" if plan.dequantize_base else "as is"]
+    settings, lora, measured = plan.settings, plan.settings.lora, plan.measured
+    how = [f"{settings.batch_size} x {settings.max_seq_length} tokens, rank {lora.rank} on {lora.num_layers} blocks"]
+    how += ["recomputed" if settings.gradient_checkpointing else "kept"]
+    how += ["dequantized" if settings.dequantize_base else "as is"]
+    peak, seconds = (measured.peak_bytes, measured.update_seconds) if measured is not None else (0, 0.0)
+    limit = mlx_limit_bytes(peak or plan.predicted_peak_bytes, plan.memory_budget)
     return Compared(
-        name, ", ".join(how), plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"],
-        plan.predicted_peak_bytes, summary["peak_memory_bytes"], plan.mlx_limit_bytes,
-        summary["peak_footprint_bytes"], plan.memory_budget_bytes, (plan.step_seconds or 0) * summary["steps"],
+        name, ", ".join(how), peak, summary["predicted_peak_bytes"],
+        plan.predicted_peak_bytes, summary["peak_memory_bytes"], limit,
+        summary["peak_footprint_bytes"], plan.memory_budget.total_bytes, seconds * summary["steps"],
         summary["elapsed_seconds"],
     )  # fmt: skip
 

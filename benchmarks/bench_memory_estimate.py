@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from safetrain.core.memory.estimate import predicted_peak, total_bytes
-from safetrain.core.memory.terms import Setup, Shape
+from safetrain.core.memory.terms import Setup
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.settings import LoraSettings
+from safetrain.core.records.settings import LoraSettings, Shape
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 DEEP = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -92,8 +92,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=dequantized,
         stream_base=stream,
     )  # fmt: skip
-    setup = Setup(files, lora, "cpu", method, dequantized, checkpointing, stream=stream)
-    predicted = total_bytes(predicted_peak(setup, Shape(batch, tokens, False)))
+    shape = Shape(batch, tokens, batch * tokens, batch * tokens)
+    predicted = total_bytes(predicted_peak(Setup(files, settings, "cpu"), shape))
     if stream:  # it bounds what mlx computes ahead
         mx.set_memory_limit(predicted)
     model, gradients = prepare(folder, settings)

@@ -70,8 +70,9 @@ def measure(name: str) -> list[object]:
                 raise RuntimeError(said + done.stderr)
         plan = json.loads((project.output / "recommended_config.json").read_text())
     total, planning = plan["total_seconds"] or 0.0, sum(seconds[1:])
-    way = [f"{plan['batch_size']} x {plan['gradient_accumulation']}"]
-    way += ["recomputed"] * plan["gradient_checkpointing"] + ["dequantized"] * plan["dequantize_base"]
+    settings = plan["settings"]
+    way = [f"{settings['batch_size']} x {settings['gradient_accumulation']}"]
+    way += ["recomputed"] * settings["gradient_checkpointing"] + ["dequantized"] * settings["dequantize_base"]
     return [name, *(f"{each:.1f}" for each in seconds), f"{planning:.1f}", f"{max(60.0, 0.03 * total):.0f}",
             said.count("dry run of"), ", ".join(way), duration_text(total)]  # fmt: skip
 

@@ -64,10 +64,11 @@ def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> list[object]
         stage(project, name, *keys, "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
     plan = read_record(project.output / "recommended_config.json", Recommendation)
     summary = project.json("training_summary.json")
-    how = f"{plan.batch_size} x {plan.gradient_accumulation} windows of {plan.max_seq_length} tokens"
-    how += ", recomputed" if plan.gradient_checkpointing else ", kept"
+    how = f"{plan.settings.window} windows of {plan.settings.max_seq_length} tokens"
+    how += ", recomputed" if plan.settings.gradient_checkpointing else ", kept"
+    dry_run = plan.measured.peak_bytes if plan.measured is not None else 0
     measured, sizes = summary["peak_memory_bytes"], list[object]()
-    for size in (plan.predicted_peak_bytes, plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"]):
+    for size in (plan.predicted_peak_bytes, dry_run, summary["predicted_peak_bytes"]):
         sizes += [f"{size / 2**20:,.0f} MiB", f"{100 * (size / measured - 1):+.1f} %"]
     sizes += [f"{each / 2**20:,.0f} MiB" for each in (measured, summary["peak_footprint_bytes"])]
     return [preset, how, *sizes, f"{summary['elapsed_seconds'] / UPDATES:.1f}", f"{summary['tokens_per_second']:,.0f}"]

@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks.machine import show_result, write_result
 from benchmarks.quantized_model import write_quantized_model
-from safetrain.core.memory.estimate import beyond_limit_bytes, predicted_peak, setup_of, total_bytes
-from safetrain.core.memory.terms import Shape
+from safetrain.core.memory.estimate import beyond_limit_bytes, predicted_peak, total_bytes
+from safetrain.core.memory.terms import Setup
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.records.settings import Shape, TrainSettings
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.settings import SETTINGS
@@ -61,7 +61,7 @@ def settings_of(folder: Path, mode: str) -> TrainSettings:
 def predicted(folder: Path, mode: str, tokens: int) -> tuple[int, int]:
     """The peak of mlx's allocator by the closed form, and the limit for it."""
     settings, files = settings_of(folder, mode), read_model_files(folder)
-    shape, setup = Shape(1, tokens, False, tokens, tokens, tokens), setup_of(files, settings, "cpu")
+    shape, setup = Shape(1, tokens, tokens, tokens, tokens), Setup(files, settings, "cpu")
     peak = total_bytes(predicted_peak(setup, shape))
     return peak, peak - beyond_limit_bytes(setup, shape)
 

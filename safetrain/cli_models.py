@@ -195,11 +195,11 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
     """Gather what every export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
-    from safetrain.core.records.metrics import RunShape
+    from safetrain.core.records.metrics import TrainingSummary
     from safetrain.core.storage.files import read_result
     from safetrain.engine.cpu.blas import load_fast_blas
 
-    base, run = model or base_of(adapter), read_result(paths.SUMMARY, RunShape)
+    base, run = model or base_of(adapter), read_result(paths.SUMMARY, TrainingSummary)
     rows = load_valid_rows(base, run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.export.comparison import ExportJob

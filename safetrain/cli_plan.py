@@ -112,8 +112,9 @@ def estimate(
     files = estimates.model_to_estimate(model or model_of_params())
     here = machine_to_plan_for(machine, memory_gb, PROBE)
     run = estimates.estimate_of(
-        files, here, method.value, rank, num_layers, checkpointing=recompute, rows=batch_size, tokens=tokens
-    )
+        files, here, rank, num_layers, method=method.value, gradient_checkpointing=recompute,
+        batch_size=batch_size, max_seq_length=tokens,
+    )  # fmt: skip
     sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 
 

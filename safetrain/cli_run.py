@@ -139,23 +139,25 @@ def diagnose(
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
     from safetrain.core.lock import training_lock
-    from safetrain.core.postmortem import describe, read_postmortem
+    from safetrain.core.postmortem import PostMortem, describe
     from safetrain.core.records.run_state import is_finished
+    from safetrain.core.storage.files import read_or_none
 
     require_project()
     from safetrain.guard.postmortem import explain_unclosed
 
+    path = paths.OUTPUT / POSTMORTEM
     try:
         with training_lock(paths.OUTPUT):
-            death = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
+            death = explain_unclosed(paths.OUTPUT, ran_by()) or read_or_none(path, PostMortem)
     except AlreadyRunningError as running:
         print(running.what, "What follows is about the previous training run.", file=sys.stderr)
-        death = read_postmortem(paths.OUTPUT)
+        death = read_or_none(path, PostMortem)
     if death is None:
         print("null" if as_json else "No training run has failed here.")
         return
     if as_json:
-        print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
+        print(path.read_text(encoding="utf-8"), end="")
         return
     print_text(describe(death))
     if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:

@@ -41,7 +41,7 @@ the keys that each stage reads. KEY=VALUE sets one for this run; experiment=mini
 
 Examples:
   python -m stages.validate_data data.path=data/mine.csv 'data.columns={prompt: frage, completion: antwort}'
-  python -m stages.train experiment=smoke train.learning_rate=1e-4
+  python -m stages.train experiment=smoke train.seed=7
 """
 ConfigStore.instance().store(name="schema", node=Pipeline)
 

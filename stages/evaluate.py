@@ -7,7 +7,7 @@ from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.formatting import print_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.metrics import RunShape
+from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.schema import PAIRED, Pipeline
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.signals import ending_at_once
@@ -29,7 +29,7 @@ LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and a
 def main(config: Pipeline) -> None:
     """Measure losses and answers of both models on as much as the plan, or evaluate.max_examples, says."""
     settings, base = config.evaluate, Path(config.model.path)
-    run = read_result(paths.SUMMARY, RunShape)
+    run = read_result(paths.SUMMARY, TrainingSummary)
     plan, store = read_result(paths.RECOMMENDED_CONFIG, Recommendation), open_split("test", base)
     held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, plan.test_tokens)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)

@@ -44,26 +44,25 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
 
     A key that the user has set is printed with that value, even if recommended_config.json has a different one.
     """
+    settings, measured = recommendation.settings, recommendation.measured
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
-        value, pin = getattr(recommendation.lora if section else recommendation, key), getattr(train, key, None)
+        value, pin = getattr(settings.lora if section else settings, key), getattr(train, key, None)
         if pin is not None and not section and SET not in reason:
             value, reason = pin, SET
         text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
         yield f"{name:<22} {text!s:<12} {reason}"
-    peak, measured = recommendation.predicted_peak_bytes, recommendation.measured_peak_bytes
-    whole, budget = peak + recommendation.process_memory_bytes, recommendation.memory_budget_bytes
-    yield f"predicted peak: mlx {size_text(peak)}, process {size_text(whole)} of {size_text(budget)} (closed form)"
+    peak, budget = recommendation.predicted_peak_bytes, recommendation.memory_budget
+    whole, most = size_text(peak + budget.process_bytes), size_text(budget.total_bytes)
+    yield f"predicted peak: mlx {size_text(peak)}, process {whole} of {most} (closed form)"
     if measured is None:
         yield "not measured: no dry run was made"
     else:
-        process = size_text(recommendation.measured_footprint_bytes or measured)
-        yield f"dry-run peak: mlx {size_text(measured)}, process {process}"
-    if recommendation.total_seconds is not None:
-        in_all = duration_text(recommendation.total_seconds)
-        yield f"about {recommendation.step_seconds:.2f} s per step, {in_all} in total with validations and evaluation"
-    if recommendation.planned_method != PRETRAIN:
-        yield from cut_lines(rows, recommendation.max_seq_length)
+        yield f"dry-run peak: mlx {size_text(measured.peak_bytes)}, process {size_text(measured.footprint_bytes)}"
+        in_all = duration_text(recommendation.total_seconds or 0.0)
+        yield f"about {measured.update_seconds:.2f} s per step, {in_all} in total with validations and evaluation"
+    if settings.method != PRETRAIN:
+        yield from cut_lines(rows, settings.max_seq_length)
 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:

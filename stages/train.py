@@ -4,20 +4,17 @@ Training runs in a separate process that may die; this process watches it and ne
 """
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 from safetrain.core.hosts import HOSTS_FILE, hosts_of
 from safetrain.core.lock import training_lock
-from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport, require_data_of
-from safetrain.core.records.schema import PRETRAIN, Pipeline
-from safetrain.core.records.settings import Recommendation, job_of, require_plan_for, shared_by
+from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.settings import Recommendation, job_of, require_plan_for
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result
 from safetrain.core.storage.paths import FLIGHT
-from safetrain.guard.keep_going import PlannedUpdate, keep_going
+from safetrain.guard.keep_going import keep_going
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
 from safetrain.watch.progress import TrainProgress, show_end
@@ -31,17 +28,11 @@ def main(config: Pipeline) -> None:
     """Train, or resume an unfinished run with the same settings."""
     train = config.train
     with training_lock(paths.OUTPUT) as locks:
-        recommendation = read_result(paths.RECOMMENDED_CONFIG, Recommendation)
-        require_plan_for(recommendation, train.method, config.model.path)
-        data = read_result(paths.DATA_REPORT, DataReport)
-        require_data_of(data, config.data.path)
+        plan = read_result(paths.RECOMMENDED_CONFIG, Recommendation)
+        require_plan_for(plan, train.method, config.model.path)
+        require_data_of(read_result(paths.DATA_REPORT, DataReport), config.data.path)
         hosts = hosts_of(train.ranks)
-        job = job_of(config.model.path, train, config.lora, recommendation)
-        backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
-        here = 1 if backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
-        job = replace(shared_by(job, here), rank_backend=hosts.backend_on(backend))
-        longest = recommendation.largest_update.longest if train.method == PRETRAIN else data.longest_row - 1
-        largest = replace(recommendation.largest_update, longest=longest)
+        job = job_of(train, config.lora, plan, hosts)
         watch = WatchSettings(
             WORKER,
             paths.OUTPUT / FLIGHT,
@@ -53,8 +44,7 @@ def main(config: Pipeline) -> None:
             hostfile=None if hosts.all_here else HOSTS_FILE,
             launcher=LAUNCHER,
         )
-        planned = PlannedUpdate(backend, largest, here, files.quantization_bits is not None)
-        keep_going(job, watch, planned, TrainProgress().show)
+        keep_going(job, watch, plan, TrainProgress().show)
     show_end(read_result(paths.SUMMARY, TrainingSummary))
 
 

@@ -9,7 +9,7 @@ from safetrain.core.data.store import Provenance, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import tokenizer_hash
-from safetrain.core.records.settings import LargestUpdate
+from safetrain.core.records.settings import Shape
 from safetrain.data.store_writer import StoreWriter
 
 MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
@@ -42,7 +42,7 @@ def write_stores(folder: Path, base: Path, train: Iterable[TokenRow], valid: Ite
     write_store(store_path(folder, "valid"), valid, made)
 
 
-def worst_update(longest_row: int, rows: int) -> LargestUpdate:
+def worst_update(longest_row: int, rows: int) -> Shape:
     """Nothing but rows as long as the longest, every token a label."""
     tokens = rows * width_of(longest_row - 1, rectangles=False)
-    return LargestUpdate(rows, longest_row - 1, tokens, tokens)
+    return Shape(rows, longest_row - 1, tokens, tokens)

@@ -16,13 +16,13 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
-from safetrain.core.records.metrics import RunShape
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
 from tests.conftest import EMBEDDED, ROOT
 from tests.engine.test_training import rows
 from tests.export.test_fuse import adapter_of
 from tests.stores import write_stores
+from tests.watch.made_run import SUMMARY
 
 Build = Callable[..., Path]
 
@@ -64,7 +64,7 @@ def tuned(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.chdir(tmp_path)
         write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
         adapter_of(base, paths.ADAPTERS)
-        write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28))
+        write_record(paths.SUMMARY, SUMMARY)
         return base
 
     return make

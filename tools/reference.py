@@ -38,8 +38,8 @@ SAID = frozenset(
 SAID_FIELDS = frozenset(
     _WORDS.findall("""
     step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes
-    footprint_bytes peak_footprint_bytes measured_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
-    source remedy status total_seconds step_seconds padding_share plus_minus loss disk_bytes predicted_peak_bytes
+    footprint_bytes peak_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
+    source remedy status padding_share plus_minus loss disk_bytes predicted_peak_bytes
     template_date stop_tokens memory_rungs gpu_rungs verified token_f1 exact_match exact_match_low warnings
     adapter where ended_seconds went_on rank row_ids cut_rows
     """)
@@ -47,7 +47,7 @@ SAID_FIELDS = frozenset(
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (check_report.PreflightReport, check_report.Check),
-    "recommended_config.json": (settings.Recommendation, settings.MemoryTerm),
+    "recommended_config.json": (settings.Recommendation, settings.DryRun, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, metrics.TrainingSummary, metrics.Proof),
@@ -267,7 +267,7 @@ def records() -> str:
 def _fields(kind: Any) -> str:
     """The fields of a dataclass as a list; those without a comment, and the settings, share a line."""
     comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.M))
-    configured = kind in (settings.Recommendation, settings.TrainSettings)
+    configured = kind is settings.TrainSettings
     shipped = set(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))["train"]) if configured else set()
     shown = {each.__name__ for classes in RECORDS.values() for each in classes}
     plain, lines = list[str](), list[str]()

@@ -121,9 +121,10 @@ def ran_by(lock: Path = Path("dvc.lock")) -> str:
 
 def describe_proof(proof: "Proof") -> str:
     """Describe the adapter check in one line for a terminal."""
+    opened, base = (round(like.same_answers * proof.rows) for like in (proof.opened, proof.base))
     return (
         f"adapter check: {proof.opened_by} opens the saved adapter and answers the same on "
-        f"{proof.opened.same_answers} of {proof.rows} rows (base: {proof.base.same_answers}), "
+        f"{opened} of {proof.rows} rows (base: {base}), "
         f"{proof.opened.divergence:.2g} nats per label apart (base: {proof.base.divergence:.2g})"
     )
 

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from safetrain.core.lock import is_locked
-from safetrain.core.records.run_state import read_run_state, write_run_state
+from safetrain.core.records.run_state import RunState
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL, json_object, write_atomic, write_folder
+from safetrain.core.storage.files import DISK_FULL, json_object, read_or_none, write_atomic, write_folder, write_record
 
 TRAINED = tuple(path.name for path in (paths.ADAPTERS, paths.METRICS_CSV, paths.METRICS_JSON, paths.SUMMARY))
 # Outs that describe each other, one entry for each stage: they are kept and put back together.
@@ -63,9 +63,9 @@ def publish(output: Path) -> None:
     finished = output / paths.UNFINISHED
     for name in TRAINED:
         _link(finished / name, output / name)
-    state = read_run_state(output)
+    state = read_or_none(output / paths.POINTER, RunState)
     if state is not None:
-        write_run_state(output, replace(state, finished=True))
+        write_record(output / paths.POINTER, replace(state, finished=True))
     doomed = output / f".{paths.UNFINISHED}.partial"
     shutil.rmtree(doomed, ignore_errors=True)
     finished.rename(doomed)  # at once: half of it would look like another run

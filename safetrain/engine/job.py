@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import TrainingRows, largest_update, load_training_rows, order_fingerprint
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, rows_text, size_text
@@ -14,7 +13,7 @@ from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
-    LargestUpdate,
+    Shape,
     TrainJob,
     identity_of,
     require_short_warmup,
@@ -40,21 +39,6 @@ class Job(TrainJob):
     adapters: Path = paths.BEST_ADAPTER  # the best adapter so far
 
     @property
-    def base_folder(self) -> Path:
-        """The base model's folder."""
-        return Path(self.base)
-
-    @property
-    def train(self) -> TrainRows:
-        """Rows to train on."""
-        return self.rows.train
-
-    @property
-    def valid(self) -> TokenRows:
-        """Rows to validate on."""
-        return self.rows.valid
-
-    @property
     def bits_per_byte_of_nat(self) -> float:
         """Factor from nats per token to bits per byte, which pretraining reports; 0 for other methods."""
         return self.rows.bits_per_byte_of_nat if self.settings.method == PRETRAIN else 0.0
@@ -63,12 +47,12 @@ class Job(TrainJob):
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
         settings = self.settings
-        return total_updates(len(self.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+        return total_updates(len(self.rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
 
     @property
     def tokens(self) -> int:
         """Training tokens of the whole run."""
-        return int(self.updates * self.settings.rows_per_update * self.train.inputs().mean())
+        return int(self.updates * self.settings.rows_per_update * self.rows.train.inputs().mean())
 
 
 def load_job(asked: TrainJob) -> Job:
@@ -82,7 +66,7 @@ def load_job(asked: TrainJob) -> Job:
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
     require_short_warmup(settings.warmup_steps, updates)
     start = start_of(settings.from_adapter)
-    if asked.planned is not None and asked.planned.planned_adapter != start:
+    if asked.planned is not None and asked.planned.start != start:
         what = "The recommended configuration is for another train.from_adapter, or it has changed since."
         do = "run preflight and recommend_config again, with the same overrides"
         raise ConfigError(what, where=settings.from_adapter or "train.from_adapter=null", do=do)
@@ -95,12 +79,12 @@ def load_job(asked: TrainJob) -> Job:
     return dataclasses.replace(job, rows=dataclasses.replace(rows, valid=rows.valid.take(sample)))
 
 
-def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
+def own_largest_update(job: Job, backend_name: str) -> Shape:
     """The largest update of the run, with rows in the order that the run's seed gives."""
     settings = job.settings
     return largest_update(
-        job.train,
-        job.valid,
+        job.rows.train,
+        job.rows.valid,
         settings.rows_per_update,
         settings.num_epochs,
         settings.max_steps,
@@ -129,8 +113,8 @@ def describe(job: Job, predicted_bytes: int) -> str:
     pairs = " (two rows are a pair)" if settings.method in PAIRED else ""
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
-        f"training on {rows_text(len(job.train), settings.method)}: "
+        f"training on {rows_text(len(job.rows.train), settings.method)}: "
         f"{settings.window} rows per update{pairs}{shared}, {counted(job.updates, 'update')}; "
-        f"{settings.optimizer}, {settings.schedule} schedule, learning rate {settings.learning_rate:g}; {trained}; "
+        f"{settings.recipe}; {trained}; "
         f"predicted peak of mlx {size_text(predicted_bytes)}"
     )

@@ -30,7 +30,7 @@ from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
-from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
+from safetrain.engine.state import TrainState, best_file, load_checkpoint, size_of
 from safetrain.engine.update import Gradients, Tracer, prepare, work_of
 from safetrain.engine.weight_files import adapter_arrays, load_arrays, save_adapter, save_arrays
 
@@ -100,7 +100,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     use_threads(min(settings.threads or cores(), cores()))
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
-        model, gradients = prepare(job.base_folder, settings, recorder, tracer)
+        model, gradients = prepare(job.files.folder, settings, recorder, tracer)
         if model.blocks is not None:
             model.blocks.pulse = recorder.repeat
         if settings.from_adapter is not None:
@@ -123,7 +123,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
 def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: bool) -> None:
     """Give all rows their log-probabilities before training, from the file of an earlier start if it fits."""
     settings, own = job.settings, dataclasses.replace(job.identity, settings="", draws="")
-    path, most = job.output / REFERENCE_FILE, training_layout(model, settings.batch_size, job.train).most_tokens
+    path, most = job.output / REFERENCE_FILE, training_layout(model, settings.batch_size, job.rows.train).most_tokens
     kept, needed = load_arrays(path) if path.is_file() else {}, dict[str, mx.array]()
     was_kept = set(kept)
 
@@ -132,7 +132,7 @@ def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: boo
         if stop := watcher.stop():
             raise InterruptedRun(stop, "Stopped before the first step.", do="the same command starts again")
 
-    for part, rows in (("training", job.train.documents), ("validation", job.valid)):
+    for part, rows in (("training", job.rows.train.documents), ("validation", job.rows.valid)):
         facts = f"{own} {settings.max_seq_length} {settings.compute_dtype} {len(rows)}"
         name = f"{part} {hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()}"
         if rows.references is not None:
@@ -158,7 +158,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watch
         state = TrainState()
     more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
     what = "There is too little disk space for this run's checkpoints."
-    size, do = max(1, more) * checkpoint_bytes(model, optimizer), "free some space, or lower train.keep_checkpoints"
+    size, do = max(1, more) * size_of(model, optimizer), "free some space, or lower train.keep_checkpoints"
     require_room(job.output, size, what, do)
     best = best_file(job, state)
     if best is not None and best.parent != job.adapters:  # only a checkpoint has it
@@ -171,7 +171,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
     On CPU a resumed run keeps its number of threads, even with a different number of cores.
     """
-    layout = training_layout(model, job.settings.batch_size, job.train)
+    layout = training_layout(model, job.settings.batch_size, job.rows.train)
     if not device().on_cpu:
         return layout
     state.threads = state.threads or cores()
@@ -186,7 +186,7 @@ def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """Write the best adapter to its folder: the model's current weights, or a copy of the file ``weights``."""
     settings, form = job.settings, job.rows.prompt_format
     base = job.files.fingerprint
-    save_adapter(model, settings.adapter, settings.lora, job.base_folder, job.adapters, form, weights, base)
+    save_adapter(model, settings.adapter, settings.lora, job.files.folder, job.adapters, form, weights, base)
 
 
 def write_or_wait(folder: Path, watcher: Watcher, needed_bytes: int, step: int, action: Callable[[], None]) -> None:

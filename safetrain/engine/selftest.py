@@ -27,10 +27,9 @@ from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
     DRY_RUN_TIMED_SECONDS,
+    SMALLEST,
     DryRun,
     LoraSettings,
-    OwnOrder,
-    TrainSettings,
     updates_per_epoch,
 )
 from safetrain.core.storage.files import with_traceback
@@ -110,7 +109,8 @@ def training_fault(model: BaseModel) -> str:
 
 def gradient_fault(model: BaseModel) -> str:
     """Why the backward pass fails in the model's current blocks; empty if it works."""
-    settings = settings_of(LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,)), 1, TRIED_TOKENS)
+    lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
+    settings = dataclasses.replace(SMALLEST, max_seq_length=TRIED_TOKENS, lora=lora)
     data = TokenRows.of([token_row(range(TRIED_TOKENS), [True] * TRIED_TOKENS)])
     try:
         gradients = equip(model, settings)
@@ -135,7 +135,8 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), (ALL_LINEAR,))
     data = random_rows(rows, tokens, files.vocab_size)
-    model, gradients = prepare(folder, settings_of(lora, rows, tokens))
+    settings = dataclasses.replace(SMALLEST, batch_size=rows, max_seq_length=tokens, lora=lora)
+    model, gradients = prepare(folder, settings)
     weights = spread(model.module)
     update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data))
     model.module.train()
@@ -212,17 +213,6 @@ def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
     ])  # fmt: skip
 
 
-def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
-    """Settings for an update of ``rows`` rows of up to ``tokens`` tokens; a quantized base stays quantized."""
-    return TrainSettings(
-        method="lora", optimizer="adam", schedule="constant", batch_size=rows, gradient_accumulation=1,
-        max_seq_length=tokens, learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0,
-        save_steps=1, eval_steps=1, log_steps=1, max_grad_norm=1.0, weight_decay=0.0,
-        early_stopping_patience=None, max_loss_jump=None, dequantize_base=False,
-        gradient_checkpointing=False, seed=SEED, lora=lora,
-    )  # fmt: skip
-
-
 def product_gflops(width: int) -> float:
     """Speed of a square matrix product in float32, in GFLOP/s."""
     matrix = mx.random.normal((width, width))
@@ -285,7 +275,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
             break
     record(run, validate=True)
     save(run)
-    rows = job.train
+    rows = job.rows.train
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), job.settings.rows_per_update)
     _, seconds, tokens = made[-1]
     threads = cores() if device().on_cpu else None
@@ -296,19 +286,18 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     else:
         timed = made[1:] or made if device().on_cpu else [_make(run, largest)]  # on a GPU the first one compiles
     update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
-    own_order, own_seconds = None, time.monotonic() - start
-    if len(made) == len(largest_updates):
-        own_order = OwnOrder(own_largest_update(job, device().name), max(peak for peak, _, _ in [*own, *timed]))
-    peak = max(peak for peak, _, _ in [*made, *timed])
-    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order, threads)
+    own_update = own_largest_update(job, device().name) if len(made) == len(largest_updates) else None
+    own_peak, peak = (max(peak for peak, _, _ in [*group, *timed]) for group in (own, made))
+    taken = most_footprint_bytes(), update_seconds, device().label, time.monotonic() - start
+    return DryRun(peak, *taken, own_update, own_peak, threads)
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:
     """Open the training run with its memory limits, but with only the longest validation rows."""
     output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
-    longest, unit = job.valid.by_length[: settings.batch_size], job.valid.unit
-    rows = dataclasses.replace(job.rows, valid=job.valid.take(job.valid.rows_of(np.unique(longest // unit))))
+    longest, unit = job.rows.valid.by_length[: settings.batch_size], job.rows.valid.unit
+    rows = dataclasses.replace(job.rows, valid=job.rows.valid.take(job.rows.valid.rows_of(np.unique(longest // unit))))
     for each in (rows.train.documents, rows.valid):  # a dry run needs no reference
         each.references = np.zeros(len(each), dtype=np.float32)
     trial = dataclasses.replace(
@@ -328,7 +317,7 @@ def _make(run: TrainingRun, update: Update) -> Measured:
 def _time_updates(run: TrainingRun, most_seconds: float) -> list[Measured]:
     """Time ordinary updates; on a GPU each runs twice, because the first time compiles its shapes."""
     updates = list[Measured]()
-    windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    windows = updates_per_epoch(len(run.job.rows.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first window has the longest row
         update = update_of(run, Cursor(0, window))
         if not device().on_cpu:
@@ -366,7 +355,7 @@ def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:
     order and in other random orders; the update with the most tokens comes first. If training adds up the gradients of
     several micro-batches, a micro-batch of one row comes before the large one, so that memory is used as in training.
     """
-    data, settings, layout = run.job.train, run.job.settings, run.layout
+    data, settings, layout = run.job.rows.train, run.job.settings, run.layout
     length = settings.rows_per_update, settings.num_epochs, settings.max_steps
     first = rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update)
     own = [first, *largest_windows(data, *length, (settings.seed,))]

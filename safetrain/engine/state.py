@@ -19,16 +19,15 @@ from safetrain.core.records.metrics import StepRecord, csv_of, parse_csv
 from safetrain.core.records.run_state import (
     RunIdentity,
     RunState,
+    checkpoint_bytes,
     checkpoints_in,
     fault_of,
     name_of,
-    read_run_state,
     set_aside,
     to_prune,
     write_manifest,
-    write_run_state,
 )
-from safetrain.core.storage.files import append_after, sha256_of, write_folder, write_json
+from safetrain.core.storage.files import append_after, read_or_none, sha256_of, write_folder, write_json, write_record
 from safetrain.core.storage.paths import HISTORY, POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
@@ -36,7 +35,6 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
 
-TEXT_BYTES = 2**20  # of a checkpoint: state.json, manifest and the headers of weight files
 RECORD_BYTES = 2**9  # of a record's line, at most
 START = Cursor(0, 0)
 START_OVER = "remove it: safetrain discard"
@@ -77,11 +75,11 @@ class TrainState:
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int = 0) -> int:
-    """Bytes of one checkpoint: trained weights twice (now and best), the optimizer's state, text, and new records."""
+def size_of(model: BaseModel, optimizer: BlockOptimizer, records: int = 0) -> int:
+    """Bytes of one checkpoint with so many new records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + TEXT_BYTES + RECORD_BYTES * records
+    return checkpoint_bytes(weights, moments) + RECORD_BYTES * records
 
 
 def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> None:
@@ -102,7 +100,7 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
         write_manifest(folder)
 
     write_folder(final, write)
-    write_run_state(job.output, RunState(False, final.name, state.step, job.identity))
+    write_record(job.output / POINTER, RunState(False, final.name, state.step, job.identity))
     for folder in to_prune(job.output, job.keep_checkpoints, state.best_step):
         if folder != final:
             shutil.rmtree(folder)
@@ -134,7 +132,7 @@ def load_checkpoint(
     A damaged checkpoint is renamed and reported through ``say``. Raises TrainingError if the checkpoint belongs to a
     different run. A finished run continues only if ``num_epochs`` is now larger and nothing else differs.
     """
-    pointer = read_run_state(job.output)
+    pointer = read_or_none(job.output / POINTER, RunState)
     if pointer is not None and pointer.finished and not job.identity.is_longer_than(pointer.identity):
         return None
     is_lost = pointer is not None and not pointer.finished and pointer.step > 0

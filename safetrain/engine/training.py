@@ -21,6 +21,7 @@ from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.postmortem import row_numbers
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
+from safetrain.core.records.schema import LOWER_RATE
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES
@@ -31,7 +32,7 @@ from safetrain.engine.job import Job
 from safetrain.engine.optimizer import apply_gradient, learning_rate
 from safetrain.engine.ranks import ALONE, Ranks, require_same_weights
 from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
-from safetrain.engine.state import RECORD_BYTES, TrainState, checkpoint_bytes, save_checkpoint
+from safetrain.engine.state import RECORD_BYTES, TrainState, save_checkpoint, size_of
 from safetrain.engine.tuned import TunedModel, remember_best
 from safetrain.engine.update import last_work_of, measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE
@@ -102,8 +103,8 @@ def _rate_after(run: TrainingRun, step: int) -> float:
 
 def update_of(run: TrainingRun, cursor: Cursor) -> Update:
     """The update at a place in the data, or this rank's part of it."""
-    settings, ranks = run.job.settings, run.ranks
-    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, ranks.rank, ranks.size)
+    data, settings, ranks = run.job.rows.train, run.job.settings, run.ranks
+    return update_at(data, cursor, settings.seed, settings.rows_per_update, run.layout, ranks.rank, ranks.size)
 
 
 def make_update(run: TrainingRun, update: Update, rate: float) -> None:
@@ -137,7 +138,7 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     """Add one update to the state's totals."""
     state = run.state
     state.step += 1
-    state.cursor = advance(state.cursor, len(run.job.train), run.job.settings.rows_per_update)
+    state.cursor = advance(state.cursor, len(run.job.rows.train), run.job.settings.rows_per_update)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens
@@ -166,14 +167,14 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             measured = _validate(run)
             state.valid_loss = measured[0]
             state.base_valid_loss = measured[0] if state.step == 0 else state.base_valid_loss
-    per_epoch = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    per_epoch = updates_per_epoch(len(run.job.rows.train), run.job.settings.rows_per_update)
     state.records.append(
         StepRecord(
             step=state.step,
             epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
             train_loss=state.window_loss / state.window_terms if state.window_terms else None,
             valid_loss=measured[0] if measured else None,
-            learning_rate=_rate_after(run, state.step - 1) if state.step else 0.0,
+            learning_rate=_rate_after(run, state.step - 1) if state.step else None,
             grad_norm=state.grad_norm,
             trained_tokens=state.trained_tokens,
             labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
@@ -191,7 +192,7 @@ def record(run: TrainingRun, *, validate: bool) -> None:
 
 def _validate(run: TrainingRun) -> list[float]:
     """Measure the validation loss, and for pairs OF_PAIRS, each rank on its part; save a new best adapter."""
-    job, state, ranks, data = run.job, run.state, run.ranks, run.job.valid
+    job, state, ranks, data = run.job, run.state, run.ranks, run.job.rows.valid
 
     def beat(batch: MicroBatch) -> None:
         run.check_stop()
@@ -208,13 +209,13 @@ def _validate(run: TrainingRun) -> list[float]:
     losses = row_losses(run.model, data, run.layout.most_tokens, beat)
     sums = [float(losses.sum())]
     if pair_loss is not None:
-        sums, terms = pair_loss.scores(-losses, data).sums, len(job.valid) // 2
+        sums, terms = pair_loss.scores(-losses, data).sums, len(job.rows.valid) // 2
     if ranks.together:  # the same bits on all
         sums = ranks.total(run.watcher.stop(), state.step, *sums)
     measured = [each / terms for each in sums]
     loss = measured[0]
     if not math.isfinite(loss):
-        do = "check the base model with 'safetrain ask', or lower train.learning_rate"
+        do = f"check the base model with 'safetrain ask', or train with {LOWER_RATE}"
         raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if ranks.writes:
@@ -240,7 +241,7 @@ def save(run: TrainingRun) -> None:
         require_same_weights(run.ranks, run.model, state.step)
     if run.ranks.writes:
         with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
-            size = checkpoint_bytes(run.model, run.optimizer, len(state.records) - state.saved_records)
+            size = size_of(run.model, run.optimizer, len(state.records) - state.saved_records)
             run.write(size, lambda: save_checkpoint(job, state, run.model, run.optimizer))
 
 
@@ -267,7 +268,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     """
     step, settings = run.state.step + 1, run.job.settings
     path = run.job.output / BAD_UPDATES / f"step_{step}.json"
-    update = rows_at(run.job.train, run.state.cursor, settings.seed, settings.rows_per_update)
+    update = rows_at(run.job.rows.train, run.state.cursor, settings.seed, settings.rows_per_update)
     places = [row for row in update.rows if update.data.label_counts[row]]
     lines = [row + 1 for row in update.data.numbers(places)]
     if run.ranks.writes:
@@ -292,7 +293,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     return BadUpdateError(
         f"Update {step} was not applied: {fault}.",
         where=f"{row_numbers()} {some} in data/validated; loss of each row: {path}",
-        do=f"{larger}Repair these rows in your data, or lower train.learning_rate. Then start over: safetrain discard",
+        do=f"{larger}Repair these rows in your data, or set {LOWER_RATE}. Then start over: safetrain discard",
     )
 
 

@@ -14,14 +14,13 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import InterruptedRun, TrainingError
-from safetrain.core.memory.estimate import setup_of
-from safetrain.core.memory.terms import FLOAT32, chunk_tokens
+from safetrain.core.memory.terms import FLOAT32, Setup, chunk_tokens
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.evaluation import (
     Likeness,
 )
-from safetrain.core.records.metrics import ComparedWith, Proof, proved_tokens
+from safetrain.core.records.metrics import Proof, proved_tokens
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.backend import device
@@ -154,7 +153,7 @@ def remember_best(run: TrainingRun) -> TunedModel:
     best = best_file(job, state)
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
-    rows = sample_of(job.valid, job.files, run.model, proved_tokens(job.tokens))
+    rows = sample_of(job.rows.valid, job.files, run.model, proved_tokens(job.tokens))
     with run.watcher.recorder.phase(Phase.VERIFY, Work(state.step)):
         beat, keep_head = _beat(run.watcher, state.step), job.settings.method == PRETRAIN
         return TunedModel.of(run.model, rows, run.layout.most_tokens, beat, keep_head=keep_head)
@@ -170,16 +169,15 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
     settings, recorder, work = job.settings, watcher.recorder, Work(step)
     dequantize, dtype, stream = settings.dequantize_base, settings.compute_dtype, settings.stream_base
     with recorder.phase(Phase.LOAD_MODEL, work):
-        model = open_base(job.base_folder, dequantize=dequantize, compute_dtype=dtype, stream=stream)
+        model = open_base(job.files.folder, dequantize=dequantize, compute_dtype=dtype, stream=stream)
         if model.blocks is not None:
             model.blocks.pulse = recorder.repeat
         in_memory = not stream or settings.method != "dora"  # mlx-lm's DoRA reads all weights
         by_mlx_lm = in_memory and holds_adapters(model.module, settings.method)
 
-    def compared() -> ComparedWith:
+    def compared() -> Likeness:
         with recorder.phase(Phase.VERIFY, work):
-            like = tuned.likeness_of(model, _beat(watcher, step))
-        return ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows)))
+            return tuned.likeness_of(model, _beat(watcher, step))
 
     base = compared()
     with recorder.phase(Phase.LOAD_MODEL, work):
@@ -189,7 +187,7 @@ def prove(job: Job, tuned: TunedModel, watcher: Watcher, step: int) -> Proof:
             apply_adapter(model, job.adapters)
     loss, opened_by = float(tuned.losses.mean()), "mlx-lm" if by_mlx_lm else "safetrain"
     proof = Proof(len(tuned.rows), len(tuned.keys), loss, base, compared(), opened_by)
-    computes = setup_of(job.files, settings, device().name)
+    computes = Setup(job.files, settings, device().name)
     require_proof(proof, str(job.adapters), in_16_bit=computes.number_bytes < FLOAT32)
     return proof
 

@@ -127,7 +127,7 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
         metrics.with_name(paths.SUMMARY.name).unlink(missing_ok=True)
         start_csv(metrics, records)
         words, bits = describe(job, recorder.predicted_peak_bytes), job.bits_per_byte_of_nat
-        passes = proof_passes(job.tokens, job.valid.tokens)
+        passes = proof_passes(job.tokens, job.rows.valid.tokens)
         pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes, bits))
 
     def record(records: list[StepRecord]) -> None:

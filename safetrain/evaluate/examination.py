@@ -14,7 +14,8 @@ from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.metrics import RunShape
+from safetrain.core.records.metrics import TrainingSummary
+from safetrain.core.records.schema import LOWER_RATE
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, row_losses
@@ -33,7 +34,7 @@ class Examination:
 
     held_out: HeldOut
     general: GeneralText
-    run: RunShape
+    run: TrainingSummary
     max_new_tokens: int
     max_questions: int
     beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
@@ -94,7 +95,7 @@ class Examination:
         if not np.isfinite(losses).all():
             raise TrainingError(
                 f"The loss of the {name} model on the {kind} is not a number.",
-                do="train again with a lower train.learning_rate, or check the model: safetrain selftest MODEL",
+                do=f"train again with {LOWER_RATE}, or check the model: safetrain selftest MODEL",
             )
         return losses
 

@@ -22,8 +22,8 @@ from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, r
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished
-from safetrain.core.records.schema import WHOLE
-from safetrain.core.records.settings import LargestUpdate, Rung, TrainJob, TrainSettings
+from safetrain.core.records.schema import LOWER_RATE, WHOLE
+from safetrain.core.records.settings import Recommendation, Rung, TrainJob, TrainSettings
 from safetrain.core.results import is_complete, publish
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED
@@ -34,8 +34,8 @@ from safetrain.guard.supervisor import supervise, who_started_us
 LOADING = ("start", "load data", "load model", "resume")
 REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # the training process itself explains these causes
 REPAIR_ROWS = (
-    "the same command stops here again. Repair the rows of this step or lower train.learning_rate, then 'safetrain "
-    "discard'; or allow a jump of the loss with a larger train.max_loss_jump"
+    f"the same command stops here again. Repair the rows of this step or set {LOWER_RATE}, then 'safetrain discard'; "
+    "or allow a jump of the loss with a larger train.max_loss_jump"
 )
 GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
 SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
@@ -49,16 +49,6 @@ GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as enviro
 
 
 @dataclass(frozen=True)
-class PlannedUpdate:
-    """Backend of a training run, and its largest update if no row is truncated."""
-
-    backend: str
-    largest_update: LargestUpdate
-    ranks_here: int = 1  # ranks that share this machine's memory
-    is_quantized: bool = False  # whether the base model is
-
-
-@dataclass(frozen=True)
 class Ladder:
     """memory_ladder.json: the planned settings, the current ones, and the failed rungs between them."""
 
@@ -69,7 +59,7 @@ class Ladder:
     gpu_rungs: tuple[str, ...] = ()  # rungs taken after the GPU watchdog ended a process
 
 
-def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show: Callable[[Event], None]) -> None:
+def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: Callable[[Event], None]) -> None:
     """Train, restarting the process as needed; raises RunDied or InterruptedRun when a person has to decide."""
     output, journal = watch.flight.parent, Journal(watch.flight / JOURNAL)
 
@@ -87,7 +77,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
     ladder = read_ladder(output, job.settings, limit.size_bytes)
     if ladder is not None:
         job = _on_ladder(job, ladder, say)
-    job = fit_to_available_memory(job, planned, say)
+    job = fit_to_available_memory(job, plan, say)
     while True:
         journal.write(Started())
         ending = _attempt(job, watch, record)
@@ -98,7 +88,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, planned: PlannedUpdate, show
         death = explain(output, ending, command_again())
         journal.write(Died(death.title, death.step))
         close_marker(output)
-        relief = None if ending.signal_passed_on else _relief(job, planned, death)
+        relief = None if ending.signal_passed_on else _relief(job, plan, death)
         if relief is None:
             raise _error(_with_advice(output, death), ending)
         job, change = relief
@@ -154,7 +144,7 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
     return replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
-def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[TrainJob, str] | None:
+def _relief(job: TrainJob, plan: Recommendation, death: PostMortem) -> tuple[TrainJob, str] | None:
     """Return the job to continue with, and the change in words; None if a person has to decide."""
     if death.cause in GPU_CAUSES:
         if len(job.gpu_rungs) == len(GPU_RUNGS):
@@ -163,7 +153,8 @@ def _relief(job: TrainJob, planned: PlannedUpdate, death: PostMortem) -> tuple[T
         gpu_rung = f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
         line = f"step {death.step}: {death.title}: {gpu_rung}"
         return replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
-    smaller = next_settings(job.settings, quantized=planned.is_quantized, loading=_is_loading(death))
+    quantized = read_model_files(Path(job.base)).quantization_bits is not None
+    smaller = next_settings(job.settings, quantized=quantized, loading=_is_loading(death))
     if smaller is None or not death.is_memory:
         return None
     rung = Rung(job.settings, death.step, death.title)
@@ -237,21 +228,21 @@ def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in ours}
 
 
-def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
+def fit_to_available_memory(job: TrainJob, plan: Recommendation, say: Callable[[str], None]) -> TrainJob:
     """Take the job down the ladder if it needs more memory than is free; raises MachineError if no rung fits.
 
     This does not check a CUDA device's memory; preflight does.
     """
-    if planned.backend == "cuda":
+    if plan.backend == "cuda":
         return job
-    available, words, remedy = available_memory(job, planned.backend, read_memory(), planned.ranks_here)
+    available, words, remedy = available_memory(job, plan.backend, read_memory())
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
-    while settings is not None and needed_bytes(model, settings, job, planned) > available:
-        settings = next_settings(settings, quantized=planned.is_quantized)
+    while settings is not None and needed_bytes(model, settings, job, plan) > available:
+        settings = next_settings(settings, quantized=model.quantization_bits is not None)
     if settings == job.settings:
         return job
-    need = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
+    need = f"{size_text(needed_bytes(model, job.settings, job, plan))} are needed"
     if settings is None:
         raise MachineError("Not enough free memory for this training run.", expected=need, got=words, do=remedy)
     say(f"warning: {words} and {need}, so training starts with {settings}")
@@ -261,7 +252,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     return replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
 
 
-def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> tuple[int, str, str]:
+def available_memory(job: TrainJob, backend: str, host: Readings) -> tuple[int, str, str]:
     """Return a rank's available memory: bytes, a description, and how to get more.
 
     On a Mac, where free memory says little, that is the planned budget, or 0 at critical memory pressure.
@@ -272,14 +263,13 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
         if host.is_critical:
             return 0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy
     else:
-        free = host_room_bytes(host) // ranks_here
-    each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+        free = host_room_bytes(host) // job.ranks_here
+    each = f" for each of {job.ranks_here} ranks" if job.ranks_here > 1 else ""
     return free, f"only {size_text(free)} are free now{each}", remedy
 
 
-def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
+def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, plan: Recommendation) -> int:
     """Memory of the whole process, with rows truncated to the settings' length."""
-    longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
-    largest = replace(planned.largest_update, longest=longest)
-    memory = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
+    largest = replace(plan.largest_update, longest=min(plan.longest_row, settings.max_seq_length) - 1)
+    memory = memory_of_run(model, settings, largest, plan.backend, job.memory_budget, job.planned)
     return memory.needed_bytes + job.memory_budget.process_bytes

@@ -26,7 +26,7 @@ from safetrain.core.memory.estimate import (
     with_margin,
 )
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
-from safetrain.core.memory.terms import WIDTH_STEP, Setup, Shape, base_bytes, width_of
+from safetrain.core.memory.terms import WIDTH_STEP, Setup, base_bytes, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine, SplitReport
@@ -34,12 +34,13 @@ from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
-    LargestUpdate,
+    SMALLEST,
     LoraSettings,
     MemoryTerm,
+    Shape,
     is_target,
-    resolve_lora,
     updates_per_epoch,
+    with_pins,
 )
 from safetrain.plan.pretraining import tokens_to_train, window_length, windows_per_update
 
@@ -70,20 +71,18 @@ class PlanInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Setup):
-    """A way to run micro-batches of ``rows`` rows of up to ``tokens`` tokens, with its estimated memory."""
+    """A way to run a training, with its estimated memory."""
 
     machine: Machine
-    rows: int = 1
-    tokens: int = 512
     largest: Shape | None = None  # largest micro-batch of the real rows; None: all rows have full length
-    rows_per_update: int = 0
     relative_cost: float = 0.0  # per token, compared with other candidates
 
     @property
     def micro_batch(self) -> Shape:
         """The largest micro-batch."""
-        tokens = width_of(self.tokens, rectangles=in_rectangles(self.model, self.backend))
-        return self.largest or Shape(self.rows, tokens, True, update_tokens=max(self.rows, ROWS_PER_UPDATE) * tokens)
+        rows, rectangles = self.settings.batch_size, in_rectangles(self.model, self.backend)
+        tokens = width_of(self.settings.max_seq_length, rectangles=rectangles)
+        return self.largest or Shape(rows, tokens, rows * tokens, rows * tokens, max(rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
     def terms(self) -> tuple[MemoryTerm, ...]:
@@ -113,16 +112,16 @@ class Estimate(Setup):
     @property
     def largest_batch(self) -> int:
         """Rows of this length in the largest micro-batch that fits; 0 if none fits."""
-        return next((rows for rows in BATCHES if self.but(rows=rows).fits), 0)
+        return next((rows for rows in BATCHES if self.but(batch_size=rows).fits), 0)
 
     @property
     def cheapest(self) -> "Estimate":
         """The same training run, changed to need the least memory."""
-        return self.but(checkpointing=True, dequantize=False)
+        return self.but(gradient_checkpointing=True, dequantize_base=False)
 
     def but(self, **changes: Any) -> "Estimate":
-        """The same training run with these fields changed."""
-        return dataclasses.replace(self, **changes)
+        """The same training run with these settings changed."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes))
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,12 @@ class PlannedTraining:
     """The settings and sizes of data that determine the memory and speed of a training run."""
 
     run: Estimate  # micro-batches not chosen yet; its machine's budget is within train.memory_limit_gb
-    why_lora: Mapping[str, str]  # a reason for each value of ``run.lora``
+    why_lora: Mapping[str, str]  # a reason for each value of ``run.settings.lora``
     train: Train
     lengths: tuple[int, ...]  # to truncate to, in tokens; tried in this order until one fits
     longest_row: int  # tokens
     mean_tokens: float  # tokens that the model reads per row
-    largest: Callable[[int, int], LargestUpdate]  # largest step for a length and a number of rows per step
+    largest: Callable[[int, int], Shape]  # largest step for a length and a number of rows per step
     row_count: int  # rows per epoch
     test: SplitReport
     usual_per_update: int = ROWS_PER_UPDATE  # a power of two
@@ -173,20 +172,19 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         longest, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
         usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), longest)
         mean, count = float(longest), -(-(tokens - 1) // longest)
-    run = Estimate(
-        model, lora, machine.backend, train.method, optimizer=train.optimizer,
-        compute_dtype=compute_dtype_of(train, machine, model), machine=machine,
-    )  # fmt: skip
+    settings = dataclasses.replace(with_pins(SMALLEST, train), lora=lora)
+    settings = dataclasses.replace(settings, compute_dtype=compute_dtype_of(train, machine, model))
+    run = Estimate(model, settings, machine.backend, machine=machine)
     reasons, largest = {} if train.method in WHOLE else reasons, _largest_updates(inputs, train)
     return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, data.test, usual, valid_tokens)
 
 
-def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], LargestUpdate]:
+def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], Shape]:
     """Return a function from truncation length and rows per step to the largest step; it computes each pair once."""
     rectangles = in_rectangles(inputs.model, inputs.machine.backend)
 
     @functools.cache
-    def largest(length: int, rows_per_update: int) -> LargestUpdate:
+    def largest(length: int, rows_per_update: int) -> Shape:
         rows = inputs.rows.at_length(length, train.method)
         epochs = 1 if train.method == PRETRAIN else epochs_for(len(rows.train), rows_per_update, train)
         return largest_update(rows.train, rows.valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
@@ -225,7 +223,7 @@ def recommended_lora(data: DataReport, model: ModelFiles, pins: Lora) -> tuple[L
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
     reasons = {f"lora.{key}": text if getattr(pins, key) is None else SET for key, text in texts.items()}
-    return resolve_lora(pins, LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))), reasons
+    return with_pins(LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,)), pins), reasons
 
 
 def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
@@ -277,11 +275,11 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
         rows = question.rows_per_update(size)
         shape = largest_micro_batch(question.largest(length, rows), size, rows, rectangles=rectangles)
         fit = run.but(
-            dequantize=dequantize, checkpointing=checkpointing, stream=stream, rows=size, tokens=length,
-            largest=shape, rows_per_update=rows,
+            dequantize_base=dequantize, gradient_checkpointing=checkpointing, stream_base=stream, batch_size=size,
+            gradient_accumulation=rows // size, max_seq_length=length,
         )  # fmt: skip
-        fits.setdefault((checkpointing, dequantize, shape), fit)
-    costed = [fit.but(relative_cost=_relative_cost(question, fit)) for fit in fits.values()]
+        fits.setdefault((checkpointing, dequantize, shape), dataclasses.replace(fit, largest=shape))
+    costed = [dataclasses.replace(fit, relative_cost=_relative_cost(question, fit)) for fit in fits.values()]
     return sorted(costed, key=lambda fit: fit.relative_cost)
 
 
@@ -295,20 +293,22 @@ def places_of_base(question: PlannedTraining) -> list[bool]:
 
 def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     """Cost per token in a micro-batch of rows of mean length."""
-    mean_tokens = min(fit.tokens, question.mean_tokens)
-    tokens = mean_tokens * max(1.0, min(fit.micro_batch.total / mean_tokens, fit.rows_per_update))
+    settings = fit.settings
+    mean_tokens = min(settings.max_seq_length, question.mean_tokens)
+    tokens = mean_tokens * max(1.0, min(fit.micro_batch.tokens / mean_tokens, settings.rows_per_update))
     fixed = FIXED_TOKENS.get(fit.backend, 0)
-    fixed += (2 + fit.checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
-    cost = (RECOMPUTED_COST if fit.checkpointing else 1.0) + fixed / tokens
-    return cost * (DIVIDED_PAIRS_COST if fit.method in PAIRED and (fit.rows == 1 or fit.stream) else 1.0)
+    fixed += (2 + settings.gradient_checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
+    cost = (RECOMPUTED_COST if settings.gradient_checkpointing else 1.0) + fixed / tokens
+    is_divided = settings.method in PAIRED and (settings.batch_size == 1 or settings.stream_base)
+    return cost * (DIVIDED_PAIRS_COST if is_divided else 1.0)
 
 
 def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:
     """Expected seconds of a dry run, from the speed of a large matrix product; 0 if the speed is unknown."""
     if not fit.machine.gemm_gflops:
         return 0.0
-    operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * fit.model.parameters
-    largest = fit.micro_batch.total * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.settings.gradient_checkpointing) * fit.model.parameters
+    largest = fit.micro_batch.tokens * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
     return (
         START_SECONDS
@@ -330,34 +330,36 @@ def nothing_passed(question: PlannedTraining) -> MachineError:
 def nothing_fits(question: PlannedTraining, fits: list[Estimate]) -> MachineError:
     """The error if no candidate is predicted to fit, with the memory of the smallest one and changes that would fit."""
     least = min(fits, key=lambda fit: fit.peak_bytes)
-    tokens, budget = least.micro_batch.tokens, question.run.machine.memory_budget
-    instead, needed = what_would_fit(least.but(tokens=tokens, largest=None)), with_margin(least.terms)
-    return does_not_fit(least.terms, least.rows, tokens, budget, needed, instead)
+    tokens, budget = least.micro_batch.longest, question.run.machine.memory_budget
+    full = dataclasses.replace(least.but(max_seq_length=tokens), largest=None)
+    instead, needed = what_would_fit(full), with_margin(least.terms)
+    return does_not_fit(least.terms, least.settings.batch_size, tokens, budget, needed, instead)
 
 
 def what_would_fit(run: Estimate) -> list[str]:
     """List changes that make a training run fit, as texts with the memory that it then needs."""
-    keys = dict[str, str]()
-    for key, value, changes in _smaller(run):
-        keys[key], run = value, run.but(**changes)
+    keys = dict[str, int | str]()
+    for key, value in _smaller(run):
+        keys[key], run = value, run.but(**{key: value})
         if run.fits:
-            return [f"{' '.join(f'{key}={value}' for key, value in keys.items())} ({size_text(run.needed_bytes)})"]
+            changes = " ".join(f"train.{key}={value}".lower() for key, value in keys.items())
+            return [f"{changes} ({size_text(run.needed_bytes)})"]
     return ["a smaller base model or a machine with more memory"]
 
 
-def _smaller(run: Estimate) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield changes that need less memory: key, value, and the changed fields; those that only cost time come first."""
-    rows = run.rows
+def _smaller(run: Estimate) -> Iterator[tuple[str, int | str]]:
+    """Yield settings that need less memory: key and value; those that only cost time come first."""
+    settings, rows = run.settings, run.settings.batch_size
     while rows > 1:
         rows //= 2
-        yield "train.batch_size", str(rows), {"rows": rows}
-    if run.dequantize and run.model.quantization_bits is not None:
-        yield "train.dequantize_base", "false", {"dequantize": False}
-    if not run.checkpointing:
-        yield "train.gradient_checkpointing", "true", {"checkpointing": True}
-    if run.compute_dtype == "float32" and run.machine.backend != "cpu":
-        yield "train.compute_dtype", "bfloat16", {"compute_dtype": "bfloat16"}
-    if not run.stream and run.method not in WHOLE:
-        yield "train.stream_base", "true", {"stream": True}
-    for tokens in range((run.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP):
-        yield "train.max_seq_length", str(tokens), {"tokens": tokens}
+        yield "batch_size", rows
+    if settings.dequantize_base and run.model.quantization_bits is not None:
+        yield "dequantize_base", False
+    if not settings.gradient_checkpointing:
+        yield "gradient_checkpointing", True
+    if settings.compute_dtype == "float32" and run.machine.backend != "cpu":
+        yield "compute_dtype", "bfloat16"
+    if not settings.stream_base and settings.method not in WHOLE:
+        yield "stream_base", True
+    for tokens in range((settings.max_seq_length - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP):
+        yield "max_seq_length", tokens

@@ -27,7 +27,7 @@ from safetrain.core.memory.system import footprint_bytes, read_memory
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.settings import SETTINGS, DryRun, TrainJob
+from safetrain.core.records.settings import MEMORY, DryRun, TrainJob
 from safetrain.core.signals import handling
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_or_none, write_record
@@ -190,7 +190,7 @@ def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) 
 
     ``rows`` is a hash of the rows. Learning rate and intervals do not affect the path.
     """
-    keys = *SETTINGS, "num_epochs", "max_steps", "max_examples", "seed"
+    keys = *MEMORY, "num_epochs", "max_steps", "max_examples", "seed"
     settings = [getattr(job.settings, key) for key in keys]
     limits = job.memory_budget, job.memory_limit_bytes, job.mlx_limit_bytes
     here = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"

@@ -1,5 +1,6 @@
 """`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetrain.core.model.presets import OWN_IDS, PRESETS, config_of
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
 from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
@@ -24,19 +25,18 @@ DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
 
 def estimate_of(
-    model: ModelFiles, machine: Machine, method: str = "lora", rank: int = 16, layers: int | None = None, **options: Any
+    model: ModelFiles, machine: Machine, rank: int = 16, layers: int | None = None, **changes: Any
 ) -> Estimate:
-    """The estimate for a training run; a CPU dequantizes the base. ``options`` set further fields of Estimate.
+    """The estimate for a training run; a CPU dequantizes the base. ``changes``: to SMALLEST.
 
     Raises ConfigError for a method that cannot train this model.
     """
     lora = LoraSettings(rank, 2.0, 0.0, min(layers or model.num_layers, model.num_layers), (ALL_LINEAR,))
     is_quantized = model.quantization_bits is not None
-    require_trainable(method, quantized=is_quantized)
-    return Estimate(
-        model, lora, machine.backend, method, machine.backend == "cpu" and is_quantized, machine=machine,
-        compute_dtype=usual_dtype(machine, model), **options,
-    )  # fmt: skip
+    usual = {"lora": lora, "compute_dtype": usual_dtype(machine, model)}
+    settings = replace(SMALLEST, dequantize_base=machine.backend == "cpu" and is_quantized, **(usual | changes))
+    require_trainable(settings.method, quantized=is_quantized)
+    return Estimate(model, settings, machine.backend, machine=machine)
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
@@ -52,7 +52,8 @@ def print_info(console: Console, model: ModelFiles) -> None:
     table = _table(console, "one row, LoRA rank 16, blocks recomputed", *columns)
     for tokens in LENGTHS:
         if model.max_positions is None or tokens <= model.max_positions:
-            runs = [each.but(tokens=tokens, stream=stream) for stream in (False, True) for each in (on_gpu, on_cpu)]
+            long = [each.but(max_seq_length=tokens) for each in (on_gpu, on_cpu)]
+            runs = [*long, *(each.but(stream_base=True) for each in long)]
             table.add_row(f"{tokens:,}", *(size(run.needed_bytes) for run in runs))
     console.print(table)
 
@@ -66,15 +67,17 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
             got=f"weights of {size(run.model.static_bytes)}",
             do="safetrain preflight preflight.level=certify, which makes a dry run",
         )
-    quantized, note = run.but(dequantize=False), ""
+    quantized, note = run.but(dequantize_base=False), ""
     if not run.fits and quantized.fits:  # as recommend_config would plan it
         run, note = quantized, ", base left quantized (dequantized, it does not fit)"
-    on_disk = run.cheapest.but(stream=True)
-    if not run.but(rows=1).cheapest.fits and run.method not in WHOLE and on_disk.fits:
+    on_disk = run.cheapest.but(stream_base=True)
+    if not run.but(batch_size=1).cheapest.fits and run.settings.method not in WHOLE and on_disk.fits:
         run, note = on_disk, ", base on disk (in memory, it does not fit)"
-    rank = f" rank {run.lora.rank}" if run.method not in WHOLE else ""
+    settings = run.settings
+    rank = f" rank {settings.lora.rank}" if settings.method not in WHOLE else ""
+    shape = f"{settings.batch_size} x {settings.max_seq_length} tokens"
     here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
-    table = _table(console, f"{run.rows} x {run.tokens} tokens, {run.method}{rank}{note}, on {here}")
+    table = _table(console, f"{shape}, {settings.method}{rank}{note}, on {here}")
     sizes = {
         **{term.name: term.size_bytes for term in run.terms},
         "predicted peak of mlx": run.peak_bytes,
@@ -87,13 +90,13 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         table.add_row(name, size(size_bytes), style="bold" if name in ("predicted peak of mlx", "needed") else None)
     console.print(table)
     console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
-    if run.stream:
+    if settings.stream_base:
         step, speed = read_bytes(run, run.micro_batch), DISK_BYTES_PER_SECOND
         reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly overlapped with computation"
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
     if run.fits:
         more = " or more" if run.largest_batch == BATCHES[0] else ""
-        console.print(f"rows of {run.tokens} tokens that fit at a time: {run.largest_batch}{more}")
+        console.print(f"rows of {settings.max_seq_length} tokens that fit at a time: {run.largest_batch}{more}")
     else:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":

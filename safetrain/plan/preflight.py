@@ -28,15 +28,15 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import FAMILIES
-from safetrain.core.postmortem import read_postmortem
+from safetrain.core.postmortem import PostMortem
 from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
-from safetrain.core.records.run_state import RunIdentity, checkpoints_in, is_finished, read_run_state
+from safetrain.core.records.run_state import RunIdentity, RunState, checkpoints_in, is_finished
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_result
-from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER
+from safetrain.core.storage.files import read_or_none, read_result
+from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER, POSTMORTEM
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.check_report import FAIL, PASS, WARN, Check, from_error, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, version_of
@@ -200,7 +200,7 @@ def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Chec
     The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse to
     start (exit code 7). The settings of ``planned`` are not compared.
     """
-    state, source = read_run_state(output), "postmortem.json"
+    state, source = read_or_none(output / POINTER, RunState), "postmortem.json"
     if state is not None and not state.finished and planned is not None and checkpoints_in(output):
         identity = dataclasses.replace(planned, settings=state.identity.settings)
         if differences := identity.differences(state.identity):
@@ -210,7 +210,7 @@ def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Chec
     if (output / FLIGHT / MARKER).is_file():
         text = "a training run ended suddenly and was not diagnosed"
         return Check("RUN-PREV", WARN, False, text, "", source, "safetrain diagnose")
-    death, pointer = read_postmortem(output), output / POINTER
+    death, pointer = read_or_none(output / POSTMORTEM, PostMortem), output / POINTER
     # training_state.json is not an output of DVC, so its time is that of the last training run
     finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
     if death is None or finished_since:
@@ -281,18 +281,18 @@ def _plan_checks(config: Pipeline, inputs: PlanInputs, module: str, say: Callabl
 
 def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     """Check that the training planned by recommend_config fits."""
-    process, margin = planned.process_memory_bytes, planned.margin_bytes
+    budget, margin, settings = planned.memory_budget, planned.margin_bytes, planned.settings
+    process = budget.process_bytes
     text = f"{size(planned.predicted_peak_bytes + process)}{f' and a margin of {size(margin)}' if margin else ''}"
-    text += f", {counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens (closed form)"
-    footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
-    if footprint is not None and peak is not None:  # a process's footprint leaves out GPU memory
-        measured = footprint if planned.planned_backend == "cpu" else peak + process
-        text += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
+    text += f", {counted(settings.batch_size, 'row')} of {settings.max_seq_length} tokens (closed form)"
+    if (measured := planned.measured) is not None:  # a process's footprint leaves out GPU memory
+        taken_bytes = measured.footprint_bytes if planned.backend == "cpu" else measured.peak_bytes + process
+        text += f"; measured in a dry run: {size(taken_bytes)}, of which mlx {size(measured.peak_bytes)}"
     if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", f"no dry run was made; predicted {text}", critical=True)
-    over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
+    over = planned.predicted_peak_bytes + margin + process > budget.total_bytes and not planned.verified
     if over:
         text += "; the estimate is conservative, recommend_config's dry run decides"
-    most = f"at most {size(planned.memory_budget_bytes)}"
+    most = f"at most {size(budget.total_bytes)}"
     source = "the smaller of machine.json and train.memory_limit_gb"
     return verdict("MEM-FIT", not over, False, text, most, source)

@@ -41,16 +41,16 @@ def _fitted_update_tokens(operations: float) -> float:
     return 0.292 * operations**0.3271
 
 
-def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
-    """Learning rate for C operations: 0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch)."""
+def pretraining_rate(parameters: int, tokens: int, update_tokens: int) -> tuple[float, str]:
+    """Learning rate for C operations, and its reason.
+
+    0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch).
+    """
     operations = 6.0 * parameters * tokens
     usual = _fitted_update_tokens(operations)
     rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
-    reasons["learning_rate"] = (
-        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens:,} per "
-        "step (DeepSeek's fit)"
-    )
-    return float(f"{min(rate, HIGHEST_RATE):.2g}")
+    sizes = f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens"
+    return float(f"{min(rate, HIGHEST_RATE):.2g}"), f"{sizes}, {update_tokens:,} per step (DeepSeek's fit)"
 
 
 def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
@@ -74,10 +74,10 @@ def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
 
 def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
     """Tokens that a recommended pretraining reads from training documents of ``tokens_there`` tokens."""
-    passes = plan.num_epochs * tokens_there
-    if plan.max_steps is None:
+    passes, steps = plan.settings.num_epochs * tokens_there, plan.settings.max_steps
+    if steps is None:
         return passes
-    return min(passes, plan.max_steps * plan.batch_size * plan.gradient_accumulation * plan.max_seq_length)
+    return min(passes, steps * plan.settings.rows_per_update * plan.settings.max_seq_length)  # windows are full
 
 
 def pretraining_text(plan: Recommendation, parameters: int, tokens_there: int) -> str:

@@ -5,22 +5,29 @@ The closed form orders the candidates, and a dry run with the real model accepts
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from safetrain.core.formatting import count_text, counted, rows_text, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
-from safetrain.core.memory.terms import FLOAT32, THREADS, WIDTH_STEP, trained_parameters, usable_cores
+from safetrain.core.memory.terms import (
+    FLOAT32,
+    THREADS,
+    WIDTH_STEP,
+    optimizer_state_bytes,
+    trained_parameters,
+    usable_cores,
+)
 from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.metrics import proof_passes
-from safetrain.core.records.run_state import KEPT_BESIDE
+from safetrain.core.records.run_state import KEPT_BESIDE, checkpoint_bytes
 from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     DryRun,
     Recommendation,
     TrainJob,
     require_short_warmup,
-    resolve,
     total_updates,
     updates_per_epoch,
     usual_warmup,
@@ -46,7 +53,6 @@ from safetrain.plan.pretraining import (
     pretraining_rate,
 )
 
-CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan is based on
 MOST_DRY_RUNS = 8
 MOST_SECONDS = 300.0  # a dry run that is expected to take longer is made only after all shorter ones
 LESS_AFTER_A_DEATH = 0.92  # after an out-of-memory dry run, only candidates with this share of its peak are tried
@@ -71,7 +77,7 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     ``ask`` does.
     """
     question = ask(inputs, train, lora)
-    search = _Search(question, lora, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
+    search = _Search(question, f"{inputs.rows.train_digest} {inputs.rows.valid_digest}", module, say)
     fits = list[Estimate]()
     for stream, length in ((stream, length) for stream in places_of_base(question) for length in question.lengths):
         candidates = candidates_at(question, length, stream=stream)
@@ -86,7 +92,6 @@ class _Search:
     """The dry runs of one plan."""
 
     question: PlannedTraining
-    lora: Lora
     rows_digest: str
     module: str
     say: Callable[[str], None]
@@ -118,23 +123,22 @@ class _Search:
             if recommendation.verified:
                 return recommendation
             why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
-            self.say(f"{counted(fit.rows, 'row')} of {fit.tokens} tokens: {why}")
+            self.say(f"{counted(fit.settings.batch_size, 'row')} of {fit.settings.max_seq_length} tokens: {why}")
             self.most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
         return None
 
     def _job(self, fit: Estimate) -> TrainJob:
         """The job of the dry run: the candidate's settings, under a slightly smaller memory limit."""
-        train, plan = self.question.train, recommendation_of(self.question, fit)
-        limit = own_limit_bytes(train.memory_limit_gb)
+        plan, limit = recommendation_of(self.question, fit), own_limit_bytes(self.question.train.memory_limit_gb)
         return TrainJob(
-            plan.planned_model, resolve(train, self.lora, plan), False, plan.memory_budget, None,
-            keep_checkpoints=1, memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
-            mlx_limit_bytes=plan.mlx_limit_bytes,
+            plan.base, plan.settings, False, plan.memory_budget, None, keep_checkpoints=1,
+            memory_limit_bytes=None if limit is None else int(limit * (1 - SPARED)),
+            mlx_limit_bytes=mlx_limit_bytes(plan.predicted_peak_bytes, plan.memory_budget),
         )  # fmt: skip
 
 
 def _whole_seconds(
-    question: PlannedTraining, fit: Estimate, updates: int, sizes: dict[str, int], measured: DryRun
+    question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, sizes: dict[str, int], measured: DryRun
 ) -> float:
     """Seconds of all steps and validations, the adapter check and the evaluation.
 
@@ -143,10 +147,11 @@ def _whole_seconds(
     """
     step_seconds, valid_tokens, test = measured.update_seconds, question.valid_tokens, question.test
     fed_tokens = max(1.0, _fed_tokens(question, fit))
-    forward_seconds = step_seconds / fed_tokens / (2 + (fit.checkpointing or question.train.method in WHOLE))
+    costly = fit.settings.gradient_checkpointing or question.train.method in WHOLE
+    forward_seconds = step_seconds / fed_tokens / (2 + costly)
     passes = (
         1
-        + math.ceil(updates / (question.train.eval_steps or sizes["eval_steps"]))
+        + math.ceil(updates / (question.train.eval_steps or eval_steps))
         + proof_passes(int(updates * fed_tokens), valid_tokens)
     )
     answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.trained_tokens)
@@ -156,7 +161,9 @@ def _whole_seconds(
 
 def _fed_tokens(question: PlannedTraining, fit: Estimate) -> float:
     """Tokens that the model reads in a mean step."""
-    return min(question.row_count, fit.rows_per_update) * min(fit.tokens, question.mean_tokens)
+    return min(question.row_count, fit.settings.rows_per_update) * min(
+        fit.settings.max_seq_length, question.mean_tokens
+    )
 
 
 def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, int]:
@@ -164,11 +171,12 @@ def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
 
     Powers of two, so that similar runs measure the same rows. A test row at least for each row of a usual step.
     """
-    test, trained = question.test, updates * _fed_tokens(question, fit)
+    test, settings, trained = question.test, fit.settings, updates * _fed_tokens(question, fit)
     tokens = max(EVALUATION_SHARE * trained, LEAST_EVALUATION / fit.model.parameters)
+    least = 2 * ROWS_PER_UPDATE * min(settings.max_seq_length, test.tokens / test.rows)
     sizes = {
-        "test_tokens": max(TEST_SHARE * tokens, 2 * ROWS_PER_UPDATE * min(fit.tokens, test.tokens / test.rows)),
-        "answer_tokens": 0 if fit.stream else ANSWER_SHARE * tokens / (2 * ANSWER_COST),
+        "test_tokens": max(TEST_SHARE * tokens, least),
+        "answer_tokens": 0 if settings.stream_base else ANSWER_SHARE * tokens / (2 * ANSWER_COST),
         "general_tokens": min(GENERAL_SHARE * tokens, GENERAL_TEXT),
     }
     found = {name: 2 ** int(math.log2(max(1, size))) for name, size in sizes.items()}
@@ -176,61 +184,46 @@ def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
     rows = counted(test.pairs, "test pair") if test.pairs else counted(test.rows, "test row")
     reasons["test_tokens"] = f"{100 * part:.2g} % of {rows}; evaluate.max_examples sets another number"
     longest = "as many questions as fit with evaluate.max_new_tokens each, at least 32"
-    reasons["answer_tokens"] = "32 questions: each token reads the base from disk" if fit.stream else longest
+    reasons["answer_tokens"] = "32 questions: each token reads the base from disk" if settings.stream_base else longest
     reasons["general_tokens"] = "of the general text, which shows what is forgotten"
     return found
 
 
 def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun | None = None) -> Recommendation:
     """The whole configuration for a candidate; verified if its dry run stayed within the budget (GPU: mlx's part)."""
-    machine, model, train = fit.machine, fit.model, question.train
-    reasons = {**question.why_lora, **_reasons_of_fit(question, fit)}
-    epochs, max_steps = _epochs_and_steps(question, fit.rows_per_update, reasons)
-    updates = total_updates(question.row_count, fit.rows_per_update, epochs, max_steps)
+    machine, model, train, chosen = fit.machine, fit.model, question.train, fit.settings
+    reasons, budget = {**question.why_lora, **_reasons_of_fit(question, fit)}, machine.memory_budget
+    epochs, max_steps = _epochs_and_steps(question, chosen.rows_per_update, reasons)
+    updates = total_updates(question.row_count, chosen.rows_per_update, epochs, max_steps)
     require_short_warmup(train.warmup_steps, updates)
     if train.method == PRETRAIN:
-        update_tokens = int(fit.rows_per_update * question.mean_tokens)
-        rate = pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
+        update_tokens = int(chosen.rows_per_update * question.mean_tokens)
+        rate, why = pretraining_rate(model.parameters, updates * update_tokens, update_tokens)
     else:
-        rate = learning_rate_for(fit, reasons)
-    sizes = {**_intervals(question, fit, updates, reasons), **_evaluated(question, fit, updates, reasons)}
-    reasons["threads"] = _why_threads(fit, measured)
+        rate, why = learning_rate_for(fit)
+    reasons["learning_rate"], reasons["threads"] = why, _why_threads(fit, measured)
+    steps, sizes = _intervals(question, fit, updates, reasons), _evaluated(question, fit, updates, reasons)
+    steps["threads"] = measured.threads if measured else None
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
-        batch_size=fit.rows,
-        gradient_accumulation=fit.rows_per_update // fit.rows,
-        max_seq_length=fit.tokens,
-        learning_rate=rate,
-        num_epochs=epochs,
-        max_steps=max_steps,
-        threads=measured.threads if measured else None,
+        settings=replace(chosen, learning_rate=rate, num_epochs=epochs, max_steps=max_steps, **steps),
         **sizes,
-        dequantize_base=fit.dequantize,
-        gradient_checkpointing=fit.checkpointing,
-        stream_base=fit.stream,
-        compute_dtype=fit.compute_dtype,
-        lora=fit.lora,
-        largest_update=question.largest(fit.tokens, fit.rows_per_update),
-        planned_method=train.method,
-        planned_optimizer=train.optimizer,
-        planned_model=str(model.folder),
-        planned_backend=fit.backend,
-        planned_adapter=machine.from_adapter,
         reasons=reasons,
+        base=str(model.folder),
+        start=machine.from_adapter,
+        backend=fit.backend,
+        longest_row=question.longest_row,
+        largest_update=question.largest(chosen.max_seq_length, chosen.rows_per_update),
         predicted_peak_bytes=fit.peak_bytes,
-        mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes if measured else fit.peak_bytes, machine.memory_budget),
-        memory_terms=fit.terms,
-        memory_budget_bytes=machine.memory_budget_bytes,
-        process_memory_bytes=machine.process_memory_bytes,
         margin_bytes=0 if measured else max(0, with_margin(fit.terms) - fit.peak_bytes),
-        basis=DRY_RUN if measured else CLOSED_FORM,
-        step_seconds=round(measured.update_seconds, 4) if measured else None,
-        total_seconds=_whole_seconds(question, fit, updates, sizes, measured) if measured else None,
-        disk_bytes=disk_bytes_of(trained_parameters(fit), train.keep_checkpoints),
-        measured_peak_bytes=measured.peak_bytes if measured else None,
-        own_order=measured.own_order if measured else None,
-        measured_footprint_bytes=measured.footprint_bytes if measured else None,
-        verified=taken_bytes <= (machine.memory_budget_bytes if fit.on_cpu else machine.memory_budget.mlx_bytes),
+        memory_terms=fit.terms,
+        memory_budget=budget,
+        measured=measured,
+        verified=taken_bytes <= (budget.total_bytes if fit.on_cpu else budget.mlx_bytes),
+        total_seconds=_whole_seconds(question, fit, updates, steps["eval_steps"], sizes, measured)
+        if measured
+        else None,
+        disk_bytes=disk_bytes_of(fit, train.keep_checkpoints),
     )
 
 
@@ -243,37 +236,39 @@ def _why_threads(fit: Estimate, measured: DryRun | None) -> str:
     return f"all cores, or {THREADS}" if is_all else "clearly faster in the dry run than all cores"
 
 
-def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
-    """Disk space for checkpoints of ``trained`` float32 weights with two moments, and for the best weights."""
-    checkpoints = keep_checkpoints + KEPT_BESIDE
-    return (checkpoints * 4 + 1) * FLOAT32 * trained + checkpoints * 2**20
+def disk_bytes_of(fit: Estimate, keep_checkpoints: int) -> int:
+    """Disk space for checkpoints, and for the best weights."""
+    weights, checkpoints = FLOAT32 * trained_parameters(fit), keep_checkpoints + KEPT_BESIDE
+    return checkpoints * checkpoint_bytes(weights, optimizer_state_bytes(fit)) + weights
 
 
 def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
-    train, rows = question.train, fit.rows_per_update
+    train, settings, rows = question.train, fit.settings, fit.settings.rows_per_update
     budget = size_text(fit.machine.memory_budget_bytes)
-    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.tokens} tokens"
+    predicted = (
+        f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.longest} tokens"
+    )
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
-        usual = f"{rows * fit.tokens:,} tokens, from the operations of the whole training (DeepSeek's fit)"
+        usual = f"{rows * settings.max_seq_length:,} tokens, from the operations of the whole training (DeepSeek's fit)"
     reasons = {
         "max_seq_length": _why_length(question, fit),
         "batch_size": f"{SET if train.batch_size else 'the fastest size that fits'}: {predicted}",
-        "gradient_checkpointing": WHY_RECOMPUTED[fit.checkpointing],
+        "gradient_checkpointing": WHY_RECOMPUTED[settings.gradient_checkpointing],
         "dequantize_base": _why_dequantized(fit),
-        "stream_base": WHY_ON_DISK[fit.stream],
+        "stream_base": WHY_ON_DISK[settings.stream_base],
         "compute_dtype": _why_dtype(fit),
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
-    together = f"{fit.rows} x {rows // fit.rows} = {rows} rows per update"
+    together = f"{settings.window} = {rows} rows per update"
     together += f" ({counted(rows // 2, 'pair')})" if train.method in PAIRED else ""
     accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
     return {**reasons, **pinned, "gradient_accumulation": accumulation}
 
 
 def _why_dequantized(fit: Estimate) -> str:
-    if fit.dequantize:
+    if fit.settings.dequantize_base:
         return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
     if fit.model.quantization_bits is None:
         return "the base is not quantized"
@@ -283,15 +278,15 @@ def _why_dequantized(fit: Estimate) -> str:
 def _why_dtype(fit: Estimate) -> str:
     if fit.on_cpu:
         return "a CPU always computes in float32"
-    if fit.method == PRETRAIN:
+    if fit.settings.method == PRETRAIN:
         return "compute type; the weights stay in float32"
-    if fit.compute_dtype is None:
+    if fit.settings.compute_dtype is None:
         return "the type of the stored base; no other type is known to be faster here"
     return "this GPU emulates bfloat16, the type of the base; float32 layers were measured to be faster"
 
 
 def _why_length(question: PlannedTraining, fit: Estimate) -> str:
-    longest, length = question.longest_row, fit.tokens
+    longest, length = question.longest_row, fit.settings.max_seq_length
     if question.train.method == PRETRAIN:
         most = f", limited to {MOST_WINDOW}" if length == MOST_WINDOW else ""
         return f"the model's context{most}: documents are packed into windows, nothing is truncated"
@@ -334,12 +329,12 @@ def _epochs_and_steps(
     return epochs, enough
 
 
-def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, int]:
+def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, Any]:
     """Warm-up and intervals, in steps. A validation reads no more tokens than training between two validations."""
     trained = "weights" if question.train.method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
-    fed_tokens = fit.rows_per_update * min(fit.tokens, question.mean_tokens)
+    fed_tokens = fit.settings.rows_per_update * min(fit.settings.max_seq_length, question.mean_tokens)
     least = min(updates, math.ceil(question.valid_tokens / fed_tokens / log) * log)
     reasons["warmup_steps"] = f"5 % of {updates:,} steps"
     reasons["save_steps"] = f"every {counted(interval, 'step')}, about a tenth of the run: a crash costs at most that"
@@ -353,23 +348,25 @@ def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
     return {"warmup_steps": usual_warmup(updates), **steps}
 
 
-def learning_rate_for(fit: Estimate, reasons: dict[str, str]) -> float:
-    """Learning rate, from scale x rate = 4e-4 up to width 2560, 2e-4 up to 5120, 1e-4 above; times sqrt(batch / 16).
+def learning_rate_for(fit: Estimate) -> tuple[float, str]:
+    """Learning rate, and its reason: scale x rate = 4e-4 up to width 2560, 2e-4 up to 5120, 1e-4 above.
 
-    To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA, Unsloth and tinker's sweeps
-    bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for Llama.
-    The rate never depends on memory. Full fine-tuning uses a tenth (LoRA without regret, Thinking Machines 2025).
+    Times sqrt(batch / 16). To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA,
+    Unsloth and tinker's sweeps bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781,
+    tinker's fit for Llama. The rate never depends on memory. Full fine-tuning uses a tenth (LoRA without regret,
+    Thinking Machines 2025).
     """
-    width, rows, scale = fit.model.hidden_size, fit.rows_per_update, fit.lora.scale
+    width, rows, scale = fit.model.hidden_size, fit.settings.rows_per_update, fit.settings.lora.scale
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
     product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows / ROWS_PER_UPDATE)))
-    if fit.method in PAIRED:
-        reasons["learning_rate"] = f"width {width}: a tenth of the rate for single answers, as published for pairs"
-        return float(f"{product / RATE_DIVISOR / scale:.2g}")
-    if fit.method == "full":
-        reasons["learning_rate"] = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
-        return float(f"{product / RATE_DIVISOR:.2g}")
     rate = float(f"{product / scale:.2g}")
-    together = f"scale x rate = {rate * scale:.2g}, for {rows} rows per update"
-    reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}"
-    return rate
+    if fit.settings.method in PAIRED:
+        why = f"width {width}: a tenth of the rate for single answers, as published for pairs"
+        return float(f"{product / RATE_DIVISOR / scale:.2g}"), why
+    if fit.settings.method == "full":
+        why = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
+        return float(f"{product / RATE_DIVISOR:.2g}"), why
+    return (
+        rate,
+        f"width {width} and LoRA scale {scale:g}: scale x rate = {rate * scale:.2g}, for {rows} rows per update",
+    )

@@ -68,12 +68,10 @@ def write_pictures(drawn: Mapping[str, bytes], folder: Path) -> None:
 def points_of(steps: Sequence[StepRecord], field: str) -> Points:
     """Return (step, value) of each record whose value in this field of StepRecord is finite.
 
-    The learning rate of step 0 and the first speed, which includes compiling, are left out.
+    The first speed, which includes compiling, is left out.
     """
     values = [(float(record.step), getattr(record, field)) for record in steps]
     points = tuple((step, float(value)) for step, value in values if value is not None and math.isfinite(value))
-    if field == "learning_rate":
-        return tuple(point for point in points if point[0])
     return points[1:] if field == "labels_per_second" else points
 
 
@@ -105,7 +103,9 @@ def predicted_peak(run: Run) -> int:
     """Return mlx's predicted peak memory in bytes: from the finished run, or from the plan; 0 if unknown."""
     if run.summary is not None:
         return run.summary.predicted_peak_bytes
-    return (run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes) if run.plan is not None else 0
+    if run.plan is None:
+        return 0
+    return run.plan.measured.peak_bytes if run.plan.measured is not None else run.plan.predicted_peak_bytes
 
 
 def _add_loss(run: Run, axes: Any) -> None:

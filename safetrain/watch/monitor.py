@@ -21,6 +21,12 @@ from safetrain.watch.run_folder import Run, RunReader
 
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
+SPEEDS = {  # of the newest record
+    "step_seconds": "{step_seconds:.3g} s/step",
+    "labels_per_second": "{labels_per_second:,.0f} labels/s",
+    "learning_rate": "learning rate {learning_rate:.1e}",
+    "grad_norm": "gradient norm {grad_norm:.2f}",
+}
 STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
 
 
@@ -128,16 +134,11 @@ def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
     """Speed, epoch, learning rate and gradient norm from the newest metrics record; None if unknown."""
     if not steps:
-        return dict.fromkeys(("epoch", "step_seconds", "labels_per_second", "learning_rate", "grad_norm"))
+        return dict.fromkeys(("epoch", *SPEEDS))
     before, last = steps[-2:][0], steps[-1]
     count = last.step - before.step
-    numbers = {
-        "epoch": last.epoch,
-        "step_seconds": (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None,
-        "labels_per_second": last.labels_per_second,
-        "learning_rate": last.learning_rate if last.step else None,
-        "grad_norm": last.grad_norm,
-    }
+    numbers = {name: getattr(last, name, None) for name in ("epoch", *SPEEDS)}
+    numbers["step_seconds"] = (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None
     return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 

@@ -10,7 +10,7 @@ from safetrain.core.formatting import counted, duration_text, printable, size_te
 from safetrain.core.postmortem import describe_rows
 from safetrain.core.recorder import Phase
 from safetrain.watch.charts import Points, points_of, smoothed
-from safetrain.watch.monitor import MonitorView, State, batch_parts, losses_of, speed_of
+from safetrain.watch.monitor import SPEEDS, MonitorView, State, batch_parts, losses_of, speed_of
 from safetrain.watch.progress import clock_text, describe_pairs, time_left_text
 from safetrain.watch.run_folder import Run
 
@@ -23,12 +23,6 @@ LOSSES = {
     "valid": "valid {valid:.4f}",
     "best": "best {best:.4f} (step {best_step:.0f})",
     "base": "base {base:.4f}",
-}
-SPEEDS = {
-    "step_seconds": "{step_seconds:.3g} s/step",
-    "labels_per_second": "{labels_per_second:,.0f} labels/s",
-    "learning_rate": "learning rate {learning_rate:.1e}",
-    "grad_norm": "gradient norm {grad_norm:.2f}",
 }
 
 

@@ -20,7 +20,7 @@ from safetrain.core.formatting import (
 )
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
-from safetrain.core.records.settings import MEMORY_ONLY, Recommendation, TrainSettings
+from safetrain.core.records.settings import MEMORY_ONLY, TrainSettings
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.evaluation import describe_forgetting, describe_loss, describe_preference
@@ -79,7 +79,7 @@ def base_of(run: Run) -> str:
     """Path of the base model; empty if nothing has been planned."""
     if run.summary is not None:
         return run.summary.base_model
-    return run.plan.planned_model if run.plan is not None else ""
+    return run.plan.base if run.plan is not None else ""
 
 
 def title_of(run: Run) -> str:
@@ -144,30 +144,32 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     plan, predicted = run.plan, predicted_peak(run)
     if plan is None:
         return []
+    basis = "closed form" if plan.measured is None else "dry run"
     peak = max((each.peak_memory_bytes for each in run.steps), default=0)
     footprint = max((each.footprint_bytes for each in run.steps), default=0)
     if run.summary is not None:
         peak, footprint = run.summary.peak_memory_bytes, run.summary.peak_footprint_bytes
     sizes = [
-        ("predicted peak of mlx", predicted, f"basis: {plan.basis}, {'' if plan.verified else 'not '}verified"),
+        ("predicted peak of mlx", predicted, f"basis: {basis}, {'' if plan.verified else 'not '}verified"),
         ("measured peak of mlx", peak, f"{100 * peak / predicted:.0f} % of the prediction" if predicted else ""),
-        ("peak of the process", footprint, f"Python: {size_text(plan.process_memory_bytes)} expected"),
-        ("limit", plan.memory_budget_bytes, "for the training process"),
+        ("peak of the process", footprint, f"Python: {size_text(plan.memory_budget.process_bytes)} expected"),
+        ("limit", plan.memory_budget.total_bytes, "for the training process"),
     ]
     return [each for each in sizes if each[1]]
 
 
-def values_of(settings: TrainSettings | Recommendation) -> dict[str, Any]:
-    """Every training setting of a record by its key in params.yaml."""
+def values_of(settings: TrainSettings) -> dict[str, Any]:
+    """Every training setting by its key in params.yaml."""
     names = [field.name for field in fields(TrainSettings) if field.name != "lora"]
-    values = {f"train.{name}": getattr(settings, name) for name in names if hasattr(settings, name)}
+    values = {f"train.{name}": getattr(settings, name) for name in names}
     return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
 
 
 def configuration_of(run: Run) -> list[Row]:
     """Key, value, who decided it, and why: first the values that differ from the recommendation."""
-    recommended = values_of(run.plan) if run.plan is not None else {}
+    planned = values_of(run.plan.settings) if run.plan is not None else {}
     reasons = run.plan.reasons if run.plan is not None else {}
+    recommended = {key: value for key, value in planned.items() if key.removeprefix("train.") in reasons}
     ladder_keys = {f"train.{name}" for name in MEMORY_ONLY} if rungs_of(run) else set[str]()
     rows = list[Row]()
     for key, value in (values_of(run.settings) if run.settings is not None else recommended).items():

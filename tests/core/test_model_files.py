@@ -18,7 +18,6 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.memory.terms import (
     METAL_HEAD_SIZES,
     Setup,
-    Shape,
     base_bytes,
     dequantized_bytes,
     lora_parameters,
@@ -29,7 +28,7 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import read_limits, read_model_files, read_model_plan, sizes_of
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.adapter_files import starting_shape
-from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.core.records.settings import SMALLEST, LoraSettings, Shape, TrainSettings
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
@@ -267,6 +266,10 @@ def quantized(tmp_path: Path, way: str) -> tuple[Path, Path]:
     return plain, folder
 
 
+def of_lora(lora: LoraSettings, **changes: Any) -> TrainSettings:
+    return dataclasses.replace(SMALLEST, lora=lora, **changes)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path) -> None:
     plain, folder = quantized(tmp_path, way)
@@ -274,7 +277,7 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
     assert found.parameters == expected.parameters == sum(tensor.weights for tensor in expected.tensors)
     assert lora_parameters(found, LORA) == lora_parameters(expected, LORA)
     if way in ("4 and 6 bits", "MXFP4, the head MXFP8"):
-        assert dequantized_bytes(Setup(found, LORA, "cpu"), Shape(1, 32, False)) == 4 * BLOCK
+        assert dequantized_bytes(Setup(found, of_lora(LORA), "cpu"), Shape(1, 32, 32, 32)) == 4 * BLOCK
     model = open_base(folder, dequantize=False)
     make_trainable(model, "lora", LORA, 1)
     assert lora_parameters(found, LORA) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
@@ -282,7 +285,6 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
 
 ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
 MODEL = read_model_files(EMBEDDED)
-CPU = Setup(MODEL, ALL, "cpu", dequantize=True)
 
 
 @pytest.mark.parametrize(("bits", "method", "targets", "num_layers"), [
@@ -295,8 +297,8 @@ def test_base_and_trained_weights_are_counted_exactly(
     folder = tiny_model(bits=bits)
     model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
     opened = open_base(folder, dequantize=True)
-    setup = dataclasses.replace(CPU, model=model, lora=lora, method=method)
-    stored = base_bytes(dataclasses.replace(setup, method="lora"))
+    setup = Setup(model, of_lora(lora, method=method, dequantize_base=True), "cpu")
+    stored = base_bytes(Setup(model, of_lora(lora, dequantize_base=True), "cpu"))
     assert stored == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
     make_trainable(opened, method, lora, 1)
     trained = sum(value.size for _, value in tree_flatten(opened.module.trainable_parameters()))
@@ -318,7 +320,7 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     optimizer = BlockOptimizer(of_mlx(name, 0.0, whole_model=method == "pretrain"))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    setup = Setup(read_model_files(folder), lora, "cpu", method, optimizer=name)
+    setup = Setup(read_model_files(folder), of_lora(lora, method=method, optimizer=name), "cpu")
     found, expected = optimizer_state_bytes(setup), sum(v.nbytes for v in kept)
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
 
@@ -327,10 +329,10 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
 def test_attention_on_metal_has_tiles_of_few_rows_and_never_all_scores(head_size: int) -> None:
     """What mlx-metal 0.32.4 allocates: three tiles of at most 1024 x 1024 a row and head, and three float32 sums."""
     model = dataclasses.replace(MODEL, num_heads=32, num_kv_heads=8, head_dim=head_size)
-    metal = Setup(model, ALL, "metal", compute_dtype="float16")
+    metal = Setup(model, of_lora(ALL, compute_dtype="float16"), "metal")
 
     def bytes_of(rows: int, tokens: int) -> int:
-        return tiles_bytes(metal, Shape(rows, tokens, False))
+        return tiles_bytes(metal, Shape(rows, tokens, rows * tokens, rows * tokens))
 
     def sums(tokens: int) -> int:
         return 4 * tokens * (32 + 8 + 8) * head_size

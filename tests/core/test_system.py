@@ -1,12 +1,14 @@
 """What the system says of memory: groups of Linux, macOS's reports of kills, what a process takes, its own limit."""
 
 import ctypes
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,9 +16,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.hosts import Hosts, hosts_of, read_hostfile
 from safetrain.core.memory.system import (
-    DATA_BESIDE_BYTES,
     RUSAGE_BYTES,
-    MemoryBudget,
     footprint_bytes,
     memory_groups,
     memory_limit_bytes,
@@ -25,9 +25,9 @@ from safetrain.core.memory.system import (
     oom_kills,
     parse_rusage,
 )
-from safetrain.core.records.settings import TrainJob, shared_by
+from safetrain.core.records.settings import job_of
 from tests.conftest import ROOT
-from tests.support.settings import SETTINGS
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
 
 GIB = 2**30
 NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit
@@ -211,16 +211,15 @@ def test_a_file_that_mlx_launch_could_not_use_is_refused(tmp_path: Path, content
         hosts_of(2, hostfile)
 
 
-def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:
-    return TrainJob("model", SETTINGS, True, MemoryBudget(total_bytes), None, memory_limit_bytes=limit_bytes)
-
-
 def test_ranks_on_one_machine_share_its_memory() -> None:
-    assert shared_by(job(8 * GIB, None), 1) == job(8 * GIB, None)
-    assert shared_by(job(8 * GIB, None), 4).memory_budget.total_bytes == 2 * GIB
+    planned = plan()
 
-    planned = job(GIB - DATA_BESIDE_BYTES, GIB)
-    assert shared_by(planned, 4) == planned  # a limit of one's own is that of each rank
+    def share_bytes(ranks: int, **changes: Any) -> int:
+        train = dataclasses.replace(OPEN, ranks=ranks, **changes)
+        return job_of(train, NO_LORA_PINS, planned, Hosts(("localhost",) * ranks)).memory_budget.total_bytes
+
+    assert share_bytes(1) == planned.memory_budget.total_bytes == 4 * share_bytes(4)
+    assert share_bytes(4, memory_limit_gb=1.0) == share_bytes(1)  # a limit of one's own is that of each rank
 
 
 def test_a_launcher_is_told_of_this_machine_by_one_name(tmp_path: Path) -> None:

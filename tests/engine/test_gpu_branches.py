@@ -49,7 +49,7 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
         rows = [(row.ids[:SHORT] % FEW_TOKENS, row.trained[:SHORT]) for row in data]
         return TokenRows.of([token_row(ids.tolist(), trained.tolist()) for ids, trained in rows])
 
-    return with_rows(job, train=shortened(job.train.documents), valid=shortened(job.valid.take([0, 1])))
+    return with_rows(job, train=shortened(job.rows.train.documents), valid=shortened(job.rows.valid.take([0, 1])))
 
 
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,8 @@ def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_pred
     for dequantize in (False, True):
         module = open_base(base, dequantize=dequantize, compute_dtype=dtype).module
         assert module(mx.array([[3, 4]])).dtype == getattr(mx, dtype or "bfloat16")
-        setup = Setup(files, SETTINGS.lora, "cuda", dequantize=dequantize, compute_dtype=dtype)
+        settings = dataclasses.replace(SETTINGS, dequantize_base=dequantize, compute_dtype=dtype)
+        setup = Setup(files, settings, "cuda")
         assert base_bytes(setup) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
     back_on_cpu(monkeypatch)
     module = open_base(base, dequantize=False, compute_dtype=dtype).module

@@ -184,7 +184,7 @@ def test_the_training_loss_is_the_mean_per_pair(tiny_model: Build, tmp_path: Pat
     """Not weighted by the lengths of the answers: with a rate of almost 0 it is the base's loss of the pairs."""
     settings = dataclasses.replace(ORPO, learning_rate=1e-12, num_epochs=1, log_steps=100, eval_steps=100)
     job = paired_job(tmp_path / "a", tiny_model(bits=4), settings)
-    result = run(with_rows(job, valid=job.train))
+    result = run(with_rows(job, valid=job.rows.train))
     first, last = result.state.records[0], result.state.records[-1]
     assert last.train_loss == pytest.approx(first.valid_loss, rel=1e-5)
 

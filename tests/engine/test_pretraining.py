@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_plain_model(
     """Also where the logits are made in several chunks."""
     monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda *_sizes: 7)
     base = build_model(tmp_path / "base", **{**TINY, "tie_word_embeddings": tied})
-    found = job_in(tmp_path, base).train.of_update([0, 3, 5, 2])
+    found = job_in(tmp_path, base).rows.train.of_update([0, 3, 5, 2])
     model, gradients = prepare(base, dataclasses.replace(PRETRAIN, gradient_checkpointing=recomputed))
     layout = LAYOUTS[name]
     loss, gradient = gradients.of(update_of_rows(found.data, list(fill(found.data, found.rows, layout)), layout), 0)
@@ -179,7 +179,7 @@ def test_weights_stay_float32_where_a_pass_is_in_bfloat16(tmp_path: Path, monkey
     """As on a GPU; here without compiling, which takes a CPU seconds."""
     monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
     base = build_model(tmp_path / "base", **TINY)
-    found = job_in(tmp_path, base).train.of_update([0, 1])
+    found = job_in(tmp_path, base).rows.train.of_update([0, 1])
     model, _ = prepare(base, dataclasses.replace(PRETRAIN, compute_dtype="bfloat16"))
     layout = LAYOUTS["one padded rectangle"]
     (shard,) = update_of_rows(found.data, [found.rows], layout).micro_batches[0].shards

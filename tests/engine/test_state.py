@@ -23,13 +23,14 @@ from safetrain.core.recorder import Phase, Recorder, read_flight
 from safetrain.core.records.metrics import parse_csv
 from safetrain.core.records.run_state import (
     MANIFEST,
+    TEXT_BYTES,
     RunIdentity,
+    RunState,
     checkpoints_in,
-    read_run_state,
     write_manifest,
-    write_run_state,
 )
 from safetrain.core.records.settings import identity_of
+from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import HISTORY, POINTER
 from safetrain.engine import run as run_module
 from safetrain.engine import state
@@ -175,8 +176,8 @@ def test_records_are_written_once_whatever_the_length_of_the_run(base: Path, tmp
     optimizer = optimizer_of(job.settings)
     optimizer.init(model.module.trainable_parameters())
     written = sum(file.stat().st_size for file in newest.iterdir()) + len(history) // 31
-    text = state.TEXT_BYTES + state.RECORD_BYTES
-    assert 0 <= state.checkpoint_bytes(model, optimizer, 1) - written < text
+    text = TEXT_BYTES + state.RECORD_BYTES
+    assert 0 <= state.size_of(model, optimizer, 1) - written < text
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
@@ -189,9 +190,9 @@ def test_a_lost_pointer_loses_nothing(base: Path, unbroken: Path, broken: Path, 
 
 def finished(job: Job) -> None:
     """Call the run finished, as replacing the last results does."""
-    state = read_run_state(job.output)
+    state = read_or_none(job.output / POINTER, RunState)
     assert state is not None
-    write_run_state(job.output, dataclasses.replace(state, finished=True))
+    write_record(job.output / POINTER, dataclasses.replace(state, finished=True))
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) -> None:

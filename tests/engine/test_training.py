@@ -17,9 +17,9 @@ from safetrain.core.errors import BadUpdateError, InterruptedRun, ModelError, Tr
 from safetrain.core.formatting import describe_proof
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
+from safetrain.core.records.evaluation import Likeness
 from safetrain.core.records.metrics import (
     LEAST_PROVED,
-    ComparedWith,
     Proof,
     StepRecord,
     append_csv,
@@ -272,7 +272,7 @@ def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tin
     tensors["model.embed_tokens.weight"][4] = float("inf")
     save_arrays(base / "model.safetensors", tensors)
     job = job_in(tmp_path / "a", base)
-    train = list(job.train.documents)
+    train = list(job.rows.train.documents)
     train[13] = token_row([4, *train[13].ids[1:].tolist()], train[13].trained.tolist())
     job = with_rows(job, train=TokenRows.of(train))
     for _ in range(2):
@@ -331,7 +331,7 @@ def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     mx.reset_peak_memory()
     found = proof_of(job, result)
     assert mx.get_peak_memory() <= result.state.peak_memory_bytes
-    assert (found.rows, found.opened.same_answers) == (5, 5)
+    assert (found.rows, found.opened.same_answers) == (5, 1.0)
     assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=1e-5)
     assert found.base.loss == pytest.approx(result.state.records[0].valid_loss, rel=1e-5)
     assert found.opened.divergence < 1e-6 < found.base.divergence
@@ -348,7 +348,7 @@ def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_pa
     assert proof_of(job, result) == proof_of(job, run(job))
     many = with_rows(job, valid=rows(300, 4))
     found = run(dataclasses.replace(many, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")).tuned
-    assert LEAST_PROVED / 2 < found.rows.lengths.sum() < 1.2 * LEAST_PROVED < many.valid.lengths.sum(), (
+    assert LEAST_PROVED / 2 < found.rows.lengths.sum() < 1.2 * LEAST_PROVED < many.rows.valid.lengths.sum(), (
         "few are compared"
     )
 
@@ -383,6 +383,6 @@ def test_rounding_is_no_other_model_and_a_lost_adapter_is(
     base: tuple[float, float], opened: tuple[float, float], in_16_bit: bool, told: str
 ) -> None:
     """Losses and divergences; the tuned model's loss is 2."""
-    found = Proof(3, 9, 2.0, ComparedWith(*base, 3), ComparedWith(*opened, 3), "mlx-lm")
+    found = Proof(3, 9, 2.0, Likeness(*base, 1.0, 3, 0, 0), Likeness(*opened, 1.0, 3, 0, 0), "mlx-lm")
     with pytest.raises(TrainingError, match=told) if told else nullcontext():
         require_proof(found, "adapters", in_16_bit=in_16_bit)

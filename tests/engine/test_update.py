@@ -290,10 +290,10 @@ def test_the_estimate_has_the_micro_batches_of_the_engine(rectangles: bool, toke
     layout = training_layout(model, 3, data)
     largest = largest_update(data, data, 6, 1, None, rectangles=rectangles)
     shape = largest_micro_batch(largest, 3, 6, rectangles=rectangles)
-    assert shape.all_tokens == layout.most_tokens
+    assert shape.tokens == layout.most_tokens
     parts = [shard for batch in update_at(data, Cursor(0, 0), 1, 6, layout).micro_batches for shard in batch.shards]
-    assert max(shard.inputs.size for shard in parts) <= shape.all_tokens
-    assert not rectangles or {shard.layout.blocks[0].width for shard in parts} == {shape.tokens}
+    assert max(shard.inputs.size for shard in parts) <= shape.tokens
+    assert not rectangles or {shard.layout.blocks[0].width for shard in parts} == {shape.longest}
 
 
 DECAYS = {"adam": 0.0, "adamw": 0.1, "adafactor": 0.1, "muon": 0.1, "sgd": 0.1}

@@ -13,15 +13,22 @@ from safetrain.core.errors import MachineError, RunDied
 from safetrain.core.events import Event, Said
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.system import MemoryBudget, Readings
-from safetrain.core.postmortem import read_postmortem
-from safetrain.core.records.settings import LoraSettings, Rung, TrainJob, TrainSettings, identity_of
-from safetrain.core.storage.files import read_record, write_record
-from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER
+from safetrain.core.postmortem import PostMortem
+from safetrain.core.records.settings import (
+    DryRun,
+    LoraSettings,
+    Recommendation,
+    Rung,
+    TrainJob,
+    TrainSettings,
+    identity_of,
+)
+from safetrain.core.storage.files import read_or_none, read_record, write_record
+from safetrain.core.storage.paths import ERROR, FLIGHT, JOB, LADDER, POSTMORTEM
 from safetrain.guard import keep_going as ladder
 from safetrain.guard.keep_going import (
     GPU_RUNGS,
     Ladder,
-    PlannedUpdate,
     available_memory,
     fit_to_available_memory,
     gpu_environment,
@@ -117,7 +124,8 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, *, backend: str
     """Keep a program going; what was said meanwhile."""
     settings = dataclasses.replace(SETTINGS, **changed)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, ranks=ranks)
-    planned = PlannedUpdate(backend, worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
+    largest = worst_update(ROW_TOKENS + 1, settings.rows_per_update)
+    plan = dataclasses.replace(PLAN, backend=backend, largest_update=largest, longest_row=ROW_TOKENS + 1)
     watch = WatchSettings((sys.executable, "-c", *program), output / FLIGHT, None, 60.0, (), ranks=ranks)
 
     said = list[str]()
@@ -126,7 +134,7 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, *, backend: str
         if isinstance(event, Said):
             said.append(event.text)
 
-    keep_going(job, watch, planned, show)
+    keep_going(job, watch, plan, show)
     return said
 
 
@@ -139,7 +147,7 @@ def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path
 def test_when_one_rank_runs_out_of_memory_all_go_on_with_less(tmp_path: Path) -> None:
     keep(tmp_path, (TWO, "5", str(ROW_TOKENS)), ranks=2)
     assert (tmp_path / "tried").read_text().split() == ["16", "8", "4"]
-    found = read_postmortem(tmp_path)
+    found = read_or_none(tmp_path / POSTMORTEM, PostMortem)
     assert found is not None
     assert (found.rank, found.ranks, found.phase, found.went_on) == (1, 2, "gradient", True)
 
@@ -160,7 +168,7 @@ def test_after_a_bad_update_advice_comes_before_the_command(tmp_path: Path, monk
     monkeypatch.setenv(RUN, "safetrain run experiment=minimal train.num_epochs=9")
     with pytest.raises(RunDied, match="Update 3 was not applied") as caught:
         keep(tmp_path, (FAILING, "diverges"))
-    found = read_postmortem(tmp_path)
+    found = read_or_none(tmp_path / POSTMORTEM, PostMortem)
     assert found is not None
     assert found.next_command == "safetrain run experiment=minimal train.num_epochs=9"
     assert "the same command stops here again" in found.advice
@@ -195,7 +203,7 @@ def test_after_the_gpu_watchdog_a_run_goes_on_in_shorter_pieces(tmp_path: Path) 
     assert any("continuing by itself with shorter pieces of GPU work" in line for line in said)
     (rung,) = read_record(tmp_path / FLIGHT / JOB, TrainJob).gpu_rungs  # from here the summary has it
     assert rung.startswith("step 3: the GPU watchdog ended it: shorter pieces")
-    found = read_postmortem(tmp_path)
+    found = read_or_none(tmp_path / POSTMORTEM, PostMortem)
     assert found is not None
     assert (found.cause, found.is_memory) == ("gpu_watchdog", False)
     assert "continuing by itself with shorter pieces" in found.next_command
@@ -298,31 +306,29 @@ def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_pat
 
 
 GIB = 2**30
-KEYS = ("lora", "batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
 EIGHT = dataclasses.replace(
     USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
-LARGEST = worst_update(100, 16)
+MEASURED = DryRun(3 * GIB, 3 * GIB, 1.0, "cpu", 3.0, None)
 PLANNED = dataclasses.replace(
-    PLAN, largest_update=LARGEST, measured_peak_bytes=3 * GIB, **{key: getattr(EIGHT, key) for key in KEYS},
-)  # fmt: skip
+    PLAN, settings=EIGHT, largest_update=worst_update(100, 16), longest_row=100, measured=MEASURED
+)
 MINE = TrainJob(str(EMBEDDED), EIGHT, True, MemoryBudget(8 * GIB), PLANNED)
-UPDATE = PlannedUpdate("cpu", LARGEST)
 IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)
 
 
 def start(
-    monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = MINE, planned: PlannedUpdate = UPDATE
+    monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = MINE, plan: Recommendation = PLANNED
 ) -> tuple[TrainJob, str]:
     monkeypatch.setattr(ladder, "read_memory", lambda: Readings(16 * GIB, left))
     said: list[str] = []
-    return fit_to_available_memory(job, planned, said.append), "".join(said)
+    return fit_to_available_memory(job, plan, said.append), "".join(said)
 
 
 def test_with_room_nothing_changes_and_with_nothing_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(monkeypatch, 4 * GIB) == (MINE, "")
-    assert start(monkeypatch, 1, planned=dataclasses.replace(UPDATE, backend="cuda")) == (MINE, ""), "a GPU has its own"
+    assert start(monkeypatch, 1, plan=dataclasses.replace(PLANNED, backend="cuda")) == (MINE, ""), "a GPU has its own"
     with pytest.raises(MachineError, match="Not enough free memory"):
         start(monkeypatch, GIB // 8)
 

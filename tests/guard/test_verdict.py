@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from safetrain.core.events import Failed
-from safetrain.core.postmortem import describe, read_postmortem
+from safetrain.core.postmortem import PostMortem, describe
 from safetrain.core.recorder import NO_WORK, Edge, FlightRecord, Phase, Recorder, Work, boot_id
 from safetrain.core.records.run_state import name_of, write_manifest
+from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import close_marker, exit_code_of, explain, explain_unclosed, open_marker
 from safetrain.guard.process import Ending, Limit, MemoryReadings
@@ -222,7 +223,7 @@ def test_a_postmortem_names_everything_and_comes_back_from_its_file(
     recorded(tmp_path)
     checkpoint(tmp_path, 40)
     found = explain(tmp_path, own(ending(-9, footprint=3 * GIB, oom_kills=1)), "dvc repro")
-    assert read_postmortem(tmp_path) == found
+    assert read_or_none(tmp_path / POSTMORTEM, PostMortem) == found
     assert (found.cause, found.is_memory, found.exit_code) == ("oom_kill", True, 137)
     assert (found.phase, found.step, found.micro_batch, found.rows, found.tokens) == ("gradient", 41, 1, 10, 512)
     assert (found.row_ids, found.resumes_from_step, found.loss) == (LINES, 40, 1.5)
@@ -251,7 +252,7 @@ def test_a_refusal_does_not_hide_why_the_training_before_it_died(tmp_path: Path)
         tmp_path, dataclasses.replace(own(failed("ConfigError", "train.lora is wrong", 2)), began=False), ""
     )
     assert (refused.cause, refused.exit_code) == ("refused", 2)
-    assert read_postmortem(tmp_path) == died
+    assert read_or_none(tmp_path / POSTMORTEM, PostMortem) == died
 
 
 @pytest.mark.parametrize(("changed", "cause", "confidence"), [
@@ -275,7 +276,7 @@ def test_a_sudden_end_is_told_once_at_the_next_start(
     marker.write_text(changed(marker.read_text()))
     found = explain_unclosed(tmp_path, "dvc repro")
     assert found is not None
-    assert read_postmortem(tmp_path) == found
+    assert read_or_none(tmp_path / POSTMORTEM, PostMortem) == found
     assert explain_unclosed(tmp_path, "dvc repro") is None
     assert (found.cause, found.confidence, found.is_memory) == (cause, confidence, False)
     assert (found.phase, found.step, found.exit_code) == ("gradient", 41, 137)

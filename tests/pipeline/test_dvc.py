@@ -66,7 +66,7 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert summary["resumed_from_step"] == 0
     proof = summary["proof"]
     assert proof["opened"]["divergence"] < 5e-3 < 0.1 < proof["base"]["divergence"]
-    assert proof["opened"]["same_answers"] > 0.9 * proof["rows"] > proof["base"]["same_answers"]
+    assert proof["opened"]["same_answers"] > 0.9 > proof["base"]["same_answers"]
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
     for name in ("loss", "learning_rate", "memory_usage", "speed"):
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import beyond_limit_bytes, memory_of_run, predicted_peak, total_bytes
-from safetrain.core.memory.terms import Setup, Shape
+from safetrain.core.memory.terms import Setup
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.model.presets import PRESETS
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.records.settings import SMALLEST, LoraSettings, Recommendation, Shape, resolve
 from safetrain.plan.budget import cuda_budget_bytes
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
 from safetrain.plan.estimate import estimate_of, model_to_estimate
@@ -94,20 +94,22 @@ def shortage(folder: Path, bits: int | None, gib: float, length: int = 1024) -> 
     (folder / "config.json").write_text(json.dumps({**BIG["Qwen2.5-7B"][0], **quantization}))
     model = read_model_plan(folder)
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
-    return Estimate(model, lora, "metal", checkpointing=True, machine=usual_machine(gib, "metal"), tokens=length)
+    settings = dataclasses.replace(SMALLEST, lora=lora, gradient_checkpointing=True, max_seq_length=length)
+    return Estimate(model, settings, "metal", machine=usual_machine(gib, "metal"))
 
 
 def test_where_nothing_fits_what_would_is_named_with_its_memory(tmp_path: Path) -> None:
     (on_disk,) = what_would_fit(shortage(tmp_path, 4, 7.0, 4096))
     assert on_disk.startswith("train.stream_base=true (")
-    asked = shortage(tmp_path, 4, 3.0, 4096).but(stream=True)
+    asked = shortage(tmp_path, 4, 3.0, 4096).but(stream_base=True)
     found = what_would_fit(asked)
     assert not asked.fits
     assert found[0].startswith("train.max_seq_length=")
     assert all(text.endswith("GiB)") for text in found)
     length = int(found[0].split("=")[1].split(" ")[0])
-    assert (asked.but(tokens=length).fits, asked.but(tokens=length + 32).fits) == (True, False)
-    assert [text[:16] for text in what_would_fit(asked.but(rows=4, tokens=length))] == ["train.batch_size"]
+    assert (asked.but(max_seq_length=length).fits, asked.but(max_seq_length=length + 32).fits) == (True, False)
+    four = asked.but(batch_size=4, max_seq_length=length)
+    assert [text[:16] for text in what_would_fit(four)] == ["train.batch_size"]
     (smaller,) = what_would_fit(shortage(tmp_path, 2, 0.6, 256))
     assert smaller.startswith("a smaller base model")
 
@@ -149,7 +151,7 @@ def test_the_closed_form_is_just_above_an_m1(config: dict[str, Any], measured_by
     """The smallest apart, whose logits are half of its peak and are made once here for so few labels."""
     model = four_bits(config, tmp_path)
     lora = LoraSettings(8, 2.0, 0.0, model.num_layers, QV)
-    terms = predicted_peak(Setup(model, lora, "metal"), Shape(1, 64, False))
+    terms = predicted_peak(Setup(model, dataclasses.replace(SMALLEST, lora=lora), "metal"), Shape(1, 64, 64, 64))
     most = 1.3 if config is QWEN_HALF_B else 1.05
     assert 1.0 <= total_bytes(terms) / measured_bytes <= most
 
@@ -164,8 +166,9 @@ def test_a_base_on_disk_needs_what_was_measured(
 ) -> None:
     """On a CPU: benchmarks/results/bench_stream.md. With long rows mlx's limit is below the peak."""
     model = four_bits(config, tmp_path)
-    run = Setup(model, LoraSettings(8, 2.0, 0.0, model.num_layers, ALL), "cpu", stream=True)
-    shape = Shape(1, tokens, False, tokens, tokens, tokens)
+    lora = LoraSettings(8, 2.0, 0.0, model.num_layers, ALL)
+    run = Setup(model, dataclasses.replace(SMALLEST, lora=lora, stream_base=True), "cpu")
+    shape = Shape(1, tokens, tokens, tokens, tokens)
     assert total_bytes(predicted_peak(run, shape)) / 2**20 / measured_mib == pytest.approx(1, abs=0.04)
     assert (beyond_limit_bytes(run, shape) > 0) == (tokens == 4096)
 
@@ -176,7 +179,7 @@ def test_a_base_on_disk_needs_what_was_measured(
 def test_eight_gigabytes_train_it(config: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     """Rank 8 on all seven linear layers of every block, recomputed, accumulating."""
     model, m1 = four_bits(config, tmp_path), machine_named("m1-8gb")
-    assert recomputed(model, m1).but(tokens=tokens).fits
+    assert recomputed(model, m1).but(max_seq_length=tokens).fits
 
 
 def test_an_8b_on_eight_gigabytes_says_how(tmp_path: Path) -> None:
@@ -185,7 +188,8 @@ def test_an_8b_on_eight_gigabytes_says_how(tmp_path: Path) -> None:
     assert not recomputed(model, m1).fits
     assert what_would_fit(recomputed(model, m1))[0].startswith("train.stream_base=true (")
     model, m1 = four_bits(MISTRAL, tmp_path), machine_named("m1-32gb")  # mlx-lm's own advice
-    assert Estimate(model, LoraSettings(8, 2.0, 0.0, 4, QV), "metal", machine=m1, tokens=2048).fits
+    settings = dataclasses.replace(SMALLEST, lora=LoraSettings(8, 2.0, 0.0, 4, QV), max_seq_length=2048)
+    assert Estimate(model, settings, "metal", machine=m1).fits
 
 
 def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
@@ -197,12 +201,13 @@ def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
     assert int(5.5e9) > m1.memory_budget.mlx_bytes
     big = four_bits(QWEN_32B, tmp_path)
     for machine in (m1, m4):
-        assert recomputed(big, machine).but(tokens=128).largest_batch == 0
+        assert recomputed(big, machine).but(max_seq_length=128).largest_batch == 0
 
 
 def recomputed(model: ModelFiles, machine: Machine) -> Estimate:
     lora = LoraSettings(8, 2.0, 0.0, model.num_layers, ALL)
-    return Estimate(model, lora, machine.backend, checkpointing=True, machine=machine)
+    settings = dataclasses.replace(SMALLEST, lora=lora, gradient_checkpointing=True)
+    return Estimate(model, settings, machine.backend, machine=machine)
 
 
 GIB = 2**30
@@ -230,15 +235,15 @@ def reason_of(chosen: Recommendation) -> str:
 
 def test_the_plan_takes_the_type_of_the_machine_and_says_why(mistral: ModelFiles) -> None:
     slow, native = (plan(model=mistral, machine=each, data=data(longest=250)) for each in (EMULATED, NATIVE))
-    assert (slow.compute_dtype, native.compute_dtype) == ("float32", None)
+    assert (slow.settings.compute_dtype, native.settings.compute_dtype) == ("float32", None)
     assert "emulates bfloat16" in reason_of(slow)
     assert "stored base" in reason_of(native)
-    assert resolve(OPEN, NO_LORA_PINS, slow).compute_dtype == "float32"
+    assert resolve(OPEN, NO_LORA_PINS, slow.settings).compute_dtype == "float32"
     assert "CPU always computes in float32" in reason_of(plan())
     for name, train in PINNED.items():
         chosen = plan(train, model=mistral, machine=EMULATED, data=data(longest=250))
-        assert (chosen.compute_dtype, reason_of(chosen)) == (name, "set by you")
-        assert resolve(train, NO_LORA_PINS, chosen).compute_dtype == name
+        assert (chosen.settings.compute_dtype, reason_of(chosen)) == (name, "set by you")
+        assert resolve(train, NO_LORA_PINS, chosen.settings).compute_dtype == name
 
 
 def test_sixteen_bits_on_a_cpu_are_refused_before_anything_is_spent() -> None:
@@ -247,7 +252,7 @@ def test_sixteen_bits_on_a_cpu_are_refused_before_anything_is_spent() -> None:
             plan(PINNED[name])
         assert "train.compute_dtype" in str(caught.value)
     chosen = plan(PINNED["float32"])
-    settings = resolve(PINNED["float16"], NO_LORA_PINS, chosen)
+    settings = resolve(PINNED["float16"], NO_LORA_PINS, chosen.settings)
     model, budget = read_model_files(EMBEDDED), chosen.memory_budget
     with pytest.raises(ConfigError, match="A CPU computes"):
         memory_of_run(model, settings, chosen.largest_update, "cpu", budget, None)
@@ -260,4 +265,4 @@ def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     wide = estimate_of(mistral, there)
     narrow = wide.but(compute_dtype=None)
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
-    assert "train.compute_dtype=bfloat16" in what_would_fit(wide.but(rows=8, tokens=16384))[0]
+    assert "train.compute_dtype=bfloat16" in what_would_fit(wide.but(batch_size=8, max_seq_length=16384))[0]

@@ -15,11 +15,11 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
+from safetrain.core.records.run_state import RunIdentity, RunState
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.paths import POSTMORTEM
+from safetrain.core.storage.paths import POINTER, POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.check_report import CHECKS, Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
@@ -99,7 +99,7 @@ def test_a_death_is_reported_until_a_training_has_finished_here(tmp_path: Path) 
     check = preflight.previous_run_check(tmp_path)
     assert (check.status, check.remedy) == ("warn", "dvc repro")
     assert "step 7: out of memory" in check.found
-    write_run_state(tmp_path, RunState(True, "", 9, IDENTITY))
+    write_record(tmp_path / POINTER, RunState(True, "", 9, IDENTITY))
     assert preflight.previous_run_check(tmp_path).status == "pass"
     (tmp_path / "flight").mkdir()
     (tmp_path / "flight" / "run.json").write_text("{}")
@@ -110,7 +110,7 @@ def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_
     """The death before has 'dvc repro' as its remedy, which would end in train's refusal three stages later."""
     other = dataclasses.replace(IDENTITY, training_rows="new")
     died(tmp_path, title="stopped", cause="stopped", step=57)
-    write_run_state(tmp_path, RunState(False, "", 57, IDENTITY))
+    write_record(tmp_path / POINTER, RunState(False, "", 57, IDENTITY))
     assert preflight.previous_run_check(tmp_path, other).remedy == "dvc repro"  # no checkpoint to be refused
     (tmp_path / "checkpoint_epoch_0_step_57").mkdir()
     check = preflight.previous_run_check(tmp_path, other)

@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_file
 from safetrain.core.model.presets import wanted_tokens
 from safetrain.core.ranges import check_ranges
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
-from safetrain.core.records.schema import SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
+from safetrain.core.records.schema import OFF, SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
 from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.pretraining import pretraining_text, trained_tokens
@@ -86,15 +86,9 @@ def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> R
 def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = set(recommendation.reasons)
-    values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_optimizer", "planned_model", "planned_backend", "planned_adapter",
-        "reasons",
-        "predicted_peak_bytes", "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms",
-        "largest_update", "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
-        "measured_peak_bytes", "own_order", "measured_footprint_bytes",
-    }  # fmt: skip
-    lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
-    assert reasons == values | lora
+    values = {key for key in vars(recommendation.settings) if getattr(OPEN, key, 0) is None} - set(OFF)
+    lora = {f"lora.{key}" for key in vars(recommendation.settings.lora)}
+    assert reasons == values | lora | EVALUATED | {"threads"}
     assert all(len(reason) > 5 for reason in recommendation.reasons.values())
     assert recommendation.verified is False
 
@@ -103,10 +97,11 @@ def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
     sizes = []
     for gib in (96, 40, 24, 16):
         chosen = plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=500))
-        sizes.append(chosen.batch_size)
-        assert chosen.batch_size * chosen.gradient_accumulation == 16
+        settings = chosen.settings
+        sizes.append(settings.batch_size)
+        assert settings.rows_per_update == 16
         assert with_margin(chosen.memory_terms) <= MemoryBudget(int(gib * GIB)).mlx_bytes
-        assert chosen.learning_rate * chosen.lora.scale == pytest.approx(2e-4), "of the width, not of the memory"
+        assert settings.learning_rate * settings.lora.scale == pytest.approx(2e-4), "of the width, not of the memory"
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
 
@@ -124,11 +119,12 @@ def test_what_cannot_fit_is_an_error_before_training() -> None:
 
 def test_the_base_stays_on_disk_only_where_nothing_else_fits() -> None:
     """Also a model four times the memory, on a Mac of 8 GB."""
-    assert plan(model=qwen_7b(), machine=machine(16, "metal")).stream_base is False
+    assert plan(model=qwen_7b(), machine=machine(16, "metal")).settings.stream_base is False
     small = plan(model=qwen_7b(), machine=machine(3, "metal"))
-    assert (small.stream_base, small.gradient_checkpointing, small.dequantize_base) == (True, True, False)
+    settings = small.settings
+    assert (settings.stream_base, settings.gradient_checkpointing, settings.dequantize_base) == (True, True, False)
     assert small.predicted_peak_bytes < 3 * GIB
-    assert plan(dataclasses.replace(OPEN, stream_base=True)).stream_base is True
+    assert plan(dataclasses.replace(OPEN, stream_base=True)).settings.stream_base is True
 
 
 def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
@@ -138,24 +134,25 @@ def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
         matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000, of_quantization=True))
     billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
     assert billion.parameters == 10**9
-    assert plan(model=billion, machine=machine(8)).dequantize_base is True
-    assert plan(model=billion, machine=machine(3)).dequantize_base is False
-    assert plan(machine=machine(16, "metal")).dequantize_base is False
+    assert plan(model=billion, machine=machine(8)).settings.dequantize_base is True
+    assert plan(model=billion, machine=machine(3)).settings.dequantize_base is False
+    assert plan(machine=machine(16, "metal")).settings.dequantize_base is False
 
 
 def test_blocks_are_recomputed_only_where_nothing_fits_otherwise() -> None:
     tight, roomy = (plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=2000)) for gib in (10, 64))
-    assert (tight.gradient_checkpointing, roomy.gradient_checkpointing) == (True, False)
+    assert (tight.settings.gradient_checkpointing, roomy.settings.gradient_checkpointing) == (True, False)
     assert tight.reasons["gradient_checkpointing"].startswith("less memory")
     pinned = plan(dataclasses.replace(OPEN, gradient_checkpointing=True))
-    assert pinned.gradient_checkpointing
+    assert pinned.settings.gradient_checkpointing
     assert pinned.predicted_peak_bytes < plan().predicted_peak_bytes
 
 
 def test_full_fine_tuning_goes_slower_and_wants_a_float_base() -> None:
     floats = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
     full, lora = (plan(dataclasses.replace(OPEN, method=method), model=floats) for method in ("full", "lora"))
-    assert full.learning_rate == pytest.approx(lora.learning_rate * lora.lora.scale / 10, rel=0.05)
+    product = lora.settings.learning_rate * lora.settings.lora.scale
+    assert full.settings.learning_rate == pytest.approx(product / 10, rel=0.05)
     trained = [next(t.size_bytes for t in each.memory_terms if t.name.startswith("trained")) for each in (full, lora)]
     assert trained[0] > trained[1]
     with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
@@ -164,14 +161,14 @@ def test_full_fine_tuning_goes_slower_and_wants_a_float_base() -> None:
 
 def test_pins_are_respected_and_completed() -> None:
     pinned = dataclasses.replace(OPEN, batch_size=2, num_epochs=1, max_seq_length=64)
-    chosen = plan(pinned, dataclasses.replace(NO_LORA_PINS, rank=3, targets=["q_proj"]))
+    chosen = plan(pinned, dataclasses.replace(NO_LORA_PINS, rank=3, targets=["q_proj"])).settings
     assert (chosen.batch_size, chosen.gradient_accumulation, chosen.num_epochs) == (2, 8, 1)
     assert (chosen.max_seq_length, chosen.lora.rank, chosen.lora.targets) == (64, 3, ("q_proj",))
-    odd = plan(dataclasses.replace(OPEN, gradient_accumulation=5, batch_size=2))
+    odd = plan(dataclasses.replace(OPEN, gradient_accumulation=5, batch_size=2)).settings
     assert (odd.batch_size, odd.gradient_accumulation) == (2, 5)
-    kept = plan(dataclasses.replace(OPEN, gradient_accumulation=8))  # the rows of an update
+    kept = plan(dataclasses.replace(OPEN, gradient_accumulation=8)).settings  # the rows of an update
     assert (kept.batch_size, kept.gradient_accumulation) == (2, 8)
-    one = plan(dataclasses.replace(OPEN, max_steps=1))
+    one = plan(dataclasses.replace(OPEN, max_steps=1)).settings
     assert (one.warmup_steps, one.save_steps, one.eval_steps, one.log_steps) == (0, 1, 1, 1)
 
 
@@ -211,11 +208,12 @@ def test_a_pinned_value_is_planned_and_trained_or_refused_by_its_name(method: st
 
 def require_kept(pins: dict[str, Any], chosen: Recommendation, train: Train, lora: Lora) -> None:
     """In the plan, in what it prints, and in what is trained."""
-    settings, rows = resolve(train, lora, chosen), TokenRows.of([token_row([1] * 20, [True] * 20)] * 8)
+    planned = chosen.settings
+    settings, rows = resolve(train, lora, planned), TokenRows.of([token_row([1] * 20, [True] * 20)] * 8)
     lines = (line.split(None, 2) for line in recommendation_lines(chosen, TrainingRows(rows, rows), train))
     printed = {name: (text, reason) for name, text, reason in lines}
     for key, value in pins.items():
-        parts, name = ((settings.lora, chosen.lora) if "." in key else (settings, chosen)), key.removeprefix("lora.")
+        parts, name = ((settings.lora, planned.lora) if "." in key else (settings, planned)), key.removeprefix("lora.")
         expected = tuple(value) if isinstance(value, list) else value
         assert getattr(parts[0], name) == expected, pins
         assert getattr(parts[1], name) == expected or key in OF_THE_RUN, pins
@@ -230,17 +228,17 @@ def test_every_batch_size_holds_whole_pairs_in_a_step(method: str) -> None:
         train = dataclasses.replace(OPEN, method=method, batch_size=size, gradient_accumulation=accumulation)
         chosen = recommend(data(), machine(64), read_model_files(EMBEDDED), train, NO_LORA_PINS)
         if accumulation and size * accumulation % 2:
-            for refused in (check_pins, partial(resolve, recommendation=chosen)):
+            for refused in (check_pins, partial(resolve, recommended=chosen.settings)):
                 with pytest.raises(ConfigError, match="gradient_accumulation is odd"):
                     refused(train, NO_LORA_PINS)
             continue
-        settings = resolve(train, NO_LORA_PINS, chosen)
-        assert settings.batch_size == chosen.batch_size == size
-        assert settings.gradient_accumulation == chosen.gradient_accumulation
+        settings = resolve(train, NO_LORA_PINS, chosen.settings)
+        assert settings.batch_size == chosen.settings.batch_size == size
+        assert settings.gradient_accumulation == chosen.settings.gradient_accumulation
         assert accumulation in (None, settings.gradient_accumulation)
         assert settings.rows_per_update % 2 == 0
         assert settings.rows_per_update <= max(2 * size, 21) or accumulation
-    other = plan(dataclasses.replace(OPEN, method=method))
+    other = plan(dataclasses.replace(OPEN, method=method)).settings
     with pytest.raises(ConfigError, match="is odd"):  # a plan for other pins
         resolve(dataclasses.replace(OPEN, method=method, batch_size=5, gradient_accumulation=1), NO_LORA_PINS, other)
 
@@ -260,14 +258,14 @@ def check_pins(train: Train, lora: Lora) -> None:
 
 
 def test_a_warm_up_ends_before_the_run_does() -> None:
-    steps = plan().num_epochs * -(-1000 // 16)
+    steps = plan().settings.num_epochs * -(-1000 // 16)
     longest = dataclasses.replace(OPEN, warmup_steps=steps - 1)
-    assert resolve(longest, NO_LORA_PINS, plan(longest)).warmup_steps == steps - 1
+    assert resolve(longest, NO_LORA_PINS, plan(longest).settings).warmup_steps == steps - 1
     for pins in ({"warmup_steps": steps}, {"warmup_steps": 500, "max_steps": 21}, {"warmup_steps": 1, "max_steps": 1}):
         numbers = rf"warmup_steps is {pins['warmup_steps']}\.(.|\n)*less than the {pins.get('max_steps', steps)} step"
         with pytest.raises(ConfigError, match=numbers):
             plan(dataclasses.replace(OPEN, **pins))  # type: ignore[arg-type]
-    assert plan(dataclasses.replace(OPEN, max_steps=1)).warmup_steps == 0
+    assert plan(dataclasses.replace(OPEN, max_steps=1)).settings.warmup_steps == 0
 
 
 def test_the_time_of_a_run_counts_the_validations_that_are_set() -> None:
@@ -313,8 +311,8 @@ def test_pins_that_the_model_cannot_take_are_errors() -> None:
 
 def test_a_plan_for_something_else_is_refused() -> None:
     lora = plan()
-    require_plan_for(lora, "dora", lora.planned_model)
-    for method, model in (("full", lora.planned_model), ("lora", "models/other")):
+    require_plan_for(lora, "dora", lora.base)
+    for method, model in (("full", lora.base), ("lora", "models/other")):
         with pytest.raises(ConfigError, match="is for another model or method"):
             require_plan_for(lora, method, model)
 
@@ -324,18 +322,19 @@ def test_one_long_row_does_not_set_the_length_when_it_does_not_fit() -> None:
     lengths = dataclasses.replace(outlier.train.lengths, max=30_000)
     outlier = dataclasses.replace(outlier, train=dataclasses.replace(outlier.train, lengths=lengths))
     chosen = plan(data=outlier, model=qwen_7b(), machine=machine(24, "metal"))
-    assert chosen.max_seq_length == 512
+    assert chosen.settings.max_seq_length == 512
     assert "longest row has 30,000 tokens and is truncated" in chosen.reasons["max_seq_length"]
-    assert [plan(data=data(longest=tokens)).max_seq_length for tokens in (33, 5000)] == [64, 512], "of the model"
+    lengths_of_two = [plan(data=data(longest=tokens)).settings.max_seq_length for tokens in (33, 5000)]
+    assert lengths_of_two == [64, 512], "of the model"
 
 
 def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
     rows = TokenRows.of([token_row([1] * 20, [True] * 20)] * 8)
-    free = dict.fromkeys(("warmup_steps", "save_steps", "log_steps", "seed"), 9)
+    free = dict.fromkeys(("warmup_steps", "save_steps", "log_steps"), 9)
     pinned = dataclasses.replace(OPEN, learning_rate=0.125, eval_steps=7, **free)  # type: ignore[arg-type]
     assert plan(pinned) == plan()
-    settings = resolve(pinned, NO_LORA_PINS, plan())
-    assert (settings.learning_rate, settings.eval_steps, settings.batch_size) == (0.125, 7, plan().batch_size)
+    settings = resolve(pinned, NO_LORA_PINS, plan().settings)
+    assert (settings.learning_rate, settings.eval_steps, settings.batch_size) == (0.125, 7, plan().settings.batch_size)
     lines = [line.split() for line in recommendation_lines(plan(), TrainingRows(rows, rows), pinned)]
     assert ["learning_rate", "0.125", "set", "by", "you"] in lines
     assert ["eval_steps", "7", "set", "by", "you"] in lines
@@ -355,7 +354,10 @@ FLOATS = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
 
 
 def test_the_plan_says_how_much_of_the_text_that_is_wanted_is_there() -> None:
-    chosen = dataclasses.replace(plan(), num_epochs=2, batch_size=4, gradient_accumulation=8, max_seq_length=1024)
+    settings = dataclasses.replace(
+        plan().settings, num_epochs=2, batch_size=4, gradient_accumulation=8, max_seq_length=1024
+    )
+    chosen = dataclasses.replace(plan(), settings=settings)
     text = pretraining_text(chosen, 85_000_000, 850_000_000)
     assert "1.7 billion tokens" in text
     assert "2 passes give 100 %" in text
@@ -373,21 +375,23 @@ def pretraining(there: int, **pins: object) -> Recommendation:
 def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
     wanted = wanted_tokens(FLOATS.parameters)
     chosen = pretraining(int(times * wanted))
-    update = chosen.batch_size * chosen.gradient_accumulation * 512
+    update = chosen.settings.rows_per_update * 512
+    assert chosen.longest_row == 512, "of whole windows, whatever the documents"
     assert trained_tokens(chosen, int(times * wanted)) == pytest.approx(wanted, abs=update)
-    assert chosen.max_steps == -(-wanted // update)
-    assert chosen.warmup_steps == usual_warmup(chosen.max_steps)
+    assert chosen.settings.max_steps == -(-wanted // update)
+    assert chosen.settings.warmup_steps == usual_warmup(chosen.settings.max_steps)
     reason = chosen.reasons["max_steps"]
     assert "20 per parameter" in reason
 
 
 def test_too_little_text_and_pins_set_no_other_end() -> None:
     wanted = wanted_tokens(FLOATS.parameters)
-    assert (pretraining(wanted // 9).max_steps, pretraining(wanted // 9).num_epochs) == (None, 4)
-    assert pretraining(9 * wanted, num_epochs=2).max_steps is None
-    assert pretraining(9 * wanted, max_steps=7).max_steps == 7
+    assert (pretraining(wanted // 9).settings.max_steps, pretraining(wanted // 9).settings.num_epochs) == (None, 4)
+    assert pretraining(9 * wanted, num_epochs=2).settings.max_steps is None
+    assert pretraining(9 * wanted, max_steps=7).settings.max_steps == 7
     chosen = pretraining(wanted // 9, max_steps=10**6)  # in as many passes as it takes
-    update, epochs = chosen.batch_size * chosen.gradient_accumulation * chosen.max_seq_length, chosen.num_epochs
+    settings, epochs = chosen.settings, chosen.settings.num_epochs
+    update = settings.rows_per_update * settings.max_seq_length
     assert (epochs - 1) * (wanted // 9) < 10**6 * update <= 1.01 * epochs * (wanted // 9)
     assert "adapter" not in "".join(chosen.reasons.values())
     with pytest.raises(ConfigError, match=r"train\.max_seq_length is 4096"):  # longer than the context

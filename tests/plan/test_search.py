@@ -13,7 +13,7 @@ from safetrain.core.records.reports import LengthQuantiles
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.recommend import CLOSED_FORM, DRY_RUN, plan_run
+from safetrain.plan.recommend import plan_run
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
@@ -41,9 +41,9 @@ def dry_runs(said: list[str]) -> int:
 
 def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
     chosen, said = planned()
-    assert (chosen.batch_size, chosen.verified, chosen.margin_bytes, chosen.basis) == (16, True, 0, DRY_RUN)
-    assert chosen.measured_peak_bytes is not None
-    assert chosen.step_seconds == 0.1
+    assert (chosen.settings.batch_size, chosen.verified, chosen.margin_bytes) == (16, True, 0)
+    assert chosen.measured is not None
+    assert chosen.measured.update_seconds == 0.1
     assert (chosen.total_seconds or 0) > 100 * 0.1 + 5  # validations and evaluation come on top
     assert dry_runs(said) == 1
     assert "about 5 s" in said[0]  # it is told before how long it takes
@@ -56,9 +56,9 @@ def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
 def test_preflight_plans_the_same_run_without_a_dry_run() -> None:
     before, said = planned(module="")
     after, _ = planned()
-    assert (before.basis, before.verified, said) == (CLOSED_FORM, False, [])
-    assert (before.batch_size, before.max_seq_length, before.predicted_peak_bytes) == (
-        after.batch_size, after.max_seq_length, after.predicted_peak_bytes,
+    assert (before.measured, before.verified, said) == (None, False, [])
+    assert (before.settings.batch_size, before.settings.max_seq_length, before.predicted_peak_bytes) == (
+        after.settings.batch_size, after.settings.max_seq_length, after.predicted_peak_bytes,
     )  # fmt: skip
 
 
@@ -66,15 +66,15 @@ def test_a_dry_run_that_takes_long_comes_after_the_quick_ones() -> None:
     """Here the expected 16 rows would take a quarter of an hour."""
     for gflops, rows in ((0.08, 2), (200.0, 16)):
         inputs = dataclasses.replace(INPUTS, machine=dataclasses.replace(FAST, gemm_gflops=gflops))
-        assert planned(inputs=inputs)[0].batch_size == rows
+        assert planned(inputs=inputs)[0].settings.batch_size == rows
 
 
 @pytest.mark.parametrize(("behaviour", "why"), [("dies 4", "killed by signal 6"), ("large 4", "memory budget")])
 def test_what_does_not_pass_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, behaviour: str, why: str) -> None:
     monkeypatch.setenv("DRY_RUN", behaviour)
     chosen, said = planned()
-    assert (chosen.batch_size, chosen.verified) == (4, True)
-    assert f"16 rows of {chosen.max_seq_length} tokens: " in "\n".join(said)
+    assert (chosen.settings.batch_size, chosen.verified) == (4, True)
+    assert f"16 rows of {chosen.settings.max_seq_length} tokens: " in "\n".join(said)
     assert why in "\n".join(said)
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_cut_when_something_passes_uncut() -> None:
     train = dataclasses.replace(INPUTS.data.train, lengths=lengths)
     cut = dataclasses.replace(INPUTS, data=dataclasses.replace(INPUTS.data, train=train, valid=train))
     chosen, said = planned(dataclasses.replace(SHORT, batch_size=2), cut)
-    assert chosen.max_seq_length == 224
+    assert chosen.settings.max_seq_length == 224
     assert "at most 128 tokens" not in "\n".join(said)
 
 
@@ -98,5 +98,5 @@ def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) 
 def test_a_dry_run_that_fails_for_another_reason_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRY_RUN", "broken")
     chosen, said = planned()
-    assert (chosen.batch_size, chosen.verified) == (16, False)
+    assert (chosen.settings.batch_size, chosen.verified) == (16, False)
     assert "not measured: the dry run failed: exit code 1: ImportError: no such thing" in said

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from safetrain.core.errors import ConfigError
 from safetrain.core.ranges import check_ranges, describe_allowed
 from safetrain.core.records.schema import CHOICES, RANGE, Evaluate, Gate, Lora, Pipeline, Train
-from safetrain.core.records.settings import Recommendation
 from safetrain.data.forms import checked_columns
 from safetrain.stage import to_pipeline
 from tests.conftest import ROOT
+from tests.plan.test_recommend import plan
 from tests.rules.imports import python_files
 
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
@@ -91,13 +91,10 @@ def test_the_plan_depends_on_its_constraints_alone() -> None:
 
 
 def test_train_tracks_every_recommended_value_that_changes_the_result() -> None:
-    recommended = {field.name for field in dataclasses.fields(Recommendation)}
-    values = recommended & ({field.name for field in dataclasses.fields(Train)} | {"lora"}) - {
-        "log_steps",
-        "save_steps",
-    }
+    recommended = set(plan().reasons) - {"log_steps", "save_steps"}
+    values = {f"settings.{name.partition('.')[0]}" for name in recommended}
     tracked = next(entry for entry in stage_params("train") if isinstance(entry, dict))
-    assert set(tracked["checkpoints_qlora/recommended_config.json"]) == values | {"planned_adapter"}
+    assert set(tracked["checkpoints_qlora/recommended_config.json"]) == values | {"start"}
 
 
 def stage_params(name: str) -> list[Any]:

@@ -1,7 +1,6 @@
 """What train believes of a plan: a dry run for what it was made of and anything smaller, and nothing more."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,20 @@ import pytest
 
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows, largest_update
-from safetrain.core.errors import MachineError
+from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.estimate import RunMemory
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
-from safetrain.core.records.settings import OwnOrder, Recommendation, TrainJob, TrainSettings, resolve
-from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.records.settings import DryRun, Recommendation, TrainJob, TrainSettings, resolve
+from safetrain.core.storage.files import read_result
 from safetrain.engine.job import Job, memory_of
-from safetrain.guard.keep_going import PlannedUpdate
-from stages import train
 from tests.conftest import EMBEDDED
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, pipeline, plan
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
 
-PLAN = dataclasses.replace(plan(), verified=True, measured_peak_bytes=10**8)
-SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN)
+MEASURED = DryRun(10**8, 10**8, 1.0, "cpu", 3.0, None)
+PLAN = dataclasses.replace(plan(), verified=True, measured=MEASURED)
+SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN.settings)
 
 
 def measured(settings: TrainSettings = SETTINGS, of: Recommendation = PLAN) -> bool:
@@ -38,9 +35,9 @@ def test_a_dry_run_speaks_for_the_plan_alone() -> None:
     for change in ({"batch_size": 32}, {"max_seq_length": 1024}, {"method": "dora"}, {"dequantize_base": False}):
         assert not measured(dataclasses.replace(SETTINGS, **change))
     assert not measured(of=dataclasses.replace(PLAN, verified=False))
-    assert not measured(of=dataclasses.replace(PLAN, measured_peak_bytes=PLAN.memory_budget_bytes + 1))
+    assert not measured(of=dataclasses.replace(PLAN, memory_budget=MemoryBudget(10**8 - 1)))
     assert not measured(dataclasses.replace(SETTINGS, batch_size=8, gradient_accumulation=16))
-    alone = dataclasses.replace(PLAN, gradient_accumulation=1)
+    alone = dataclasses.replace(PLAN, settings=dataclasses.replace(PLAN.settings, gradient_accumulation=1))
     assert not measured(dataclasses.replace(SETTINGS, gradient_accumulation=4), alone)
 
 
@@ -48,7 +45,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows.take(slice(3)), 16, 2, None)
-    planned = dataclasses.replace(PLAN, batch_size=16, gradient_accumulation=1, largest_update=largest)
+    planned = dataclasses.replace(PLAN, settings=settings, largest_update=largest)
     asked = TrainJob("", settings, True, MemoryBudget(10**9), planned)
 
     def memory(**changes: Any) -> RunMemory:
@@ -65,7 +62,8 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
     assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
     own = largest_update(rows, rows.take(slice(3)), 16, 2, None, (settings.seed,))
-    met = dataclasses.replace(planned, own_order=OwnOrder(own, 97_654_321))
+    seen = dataclasses.replace(MEASURED, own_update=own, own_peak_bytes=97_654_321)
+    met = dataclasses.replace(planned, measured=seen)
     assert memory(planned=met).peak_bytes == 97_654_321
     other = dataclasses.replace(settings, seed=settings.seed + 1)
     assert memory(planned=met, settings=other).peak_bytes != 97_654_321  # another order than was measured
@@ -77,23 +75,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
         memory(planned=fewer, memory_budget=MemoryBudget(larger.peak_bytes))
 
 
-@pytest.mark.parametrize(("method", "longest"), [("pretrain", 511), ("lora", 39)])
-def test_the_guard_checks_the_memory_of_whole_windows(
-    method: str, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Documents of 40 tokens fill windows of 512; a row of 40 tokens has the length that the data has now."""
-    monkeypatch.chdir(tmp_path)
-    largest = dataclasses.replace(PLAN.largest_update, longest=511)
-    planned = dataclasses.replace(PLAN, planned_method=method, planned_model=str(EMBEDDED), largest_update=largest)
-    write_record(paths.RECOMMENDED_CONFIG, planned)
-    write_record(paths.DATA_REPORT, data(longest=40))
-    found = list[int]()
-
-    def note(_job: object, _watch: object, planned: PlannedUpdate, _show: object) -> None:
-        found.append(planned.largest_update.longest)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "keep_going", note)
-    with pytest.raises(KeyboardInterrupt):
-        inspect.unwrap(train.main)(pipeline(dataclasses.replace(OPEN, method=method), NO_LORA_PINS, str(EMBEDDED)))
-    assert found == [longest]
+def test_a_plan_of_an_older_version_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "recommended_config.json").write_text('{"batch_size": 4}')
+    with pytest.raises(ConfigError, match=r"another version of safetrain wrote it, without settings(.|\n)*'dvc repro'"):
+        read_result(tmp_path / "recommended_config.json", Recommendation)

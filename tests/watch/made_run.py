@@ -15,31 +15,27 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.postmortem import PostMortem
 from safetrain.core.recorder import Edge, Phase, Recorder, RunMarker, Work, boot_id
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, PartLoss, Sample, Score
-from safetrain.core.records.metrics import ComparedWith, Proof, StepRecord, TrainingSummary, append_csv, start_csv
+from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, PartLoss, Sample, Score
+from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, start_csv
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
-from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest, write_run_state
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, Rung, TrainJob, TrainSettings
+from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest
+from safetrain.core.records.settings import DryRun, MemoryTerm, Recommendation, Rung, Shape, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
+from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from tests.support.settings import SETTINGS
 
 GIB = 2**30
 UPDATES = 30
 PLAN = Recommendation(
-    batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, warmup_steps=2,
-    save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, stream_base=False,
-    compute_dtype=None, lora=SETTINGS.lora, test_tokens=4096, answer_tokens=512, general_tokens=2048,
-    largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
-    planned_model="models/tiny", planned_backend="cpu", planned_adapter="",
-    reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows"},
-    predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
-    memory_budget_bytes=8 * GIB, process_memory_bytes=GIB // 8, margin_bytes=0, basis="dry run", step_seconds=1.0,
-    total_seconds=30.0, disk_bytes=9, measured_peak_bytes=GIB, own_order=None, measured_footprint_bytes=None,
-    verified=True,
+    settings=SETTINGS,
+    reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows", "batch_size": "it fits"},
+    base="models/tiny", start="", backend="cpu", longest_row=41, largest_update=Shape(4, 40, 120, 60),
+    predicted_peak_bytes=2 * GIB, margin_bytes=0, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
+    memory_budget=MemoryBudget(8 * GIB, GIB // 8), measured=DryRun(GIB, GIB, 1.0, "cpu", 3.0, None), verified=True,
+    total_seconds=30.0, disk_bytes=9, test_tokens=4096, answer_tokens=512, general_tokens=2048,
 )  # fmt: skip
-PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")
+PROOF = Proof(9, 90, 1.0, Likeness(3.0, 1.0, 0.0, 0, 9, 0), Likeness(1.0, 0.0, 1.0, 9, 0, 0), "mlx-lm")
 SUMMARY = TrainingSummary(
     **vars(SETTINGS), final_train_loss=0.5, valid_loss=0.46, best_valid_loss=0.45, best_step=25, steps=UPDATES,
     base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
@@ -225,7 +221,9 @@ class RecordedRun:
 
     def point(self, step: int, *, finished: bool) -> None:
         """Write where the run stands."""
-        write_run_state(self.output, RunState(finished, name_of(1, SAVED_AT), step, RunIdentity("", "", "", "{}")))
+        write_record(
+            self.output / POINTER, RunState(finished, name_of(1, SAVED_AT), step, RunIdentity("", "", "", "{}"))
+        )
 
     def end(self, ending: str) -> None:
         """End in one of ENDINGS, or ``finished``."""

@@ -17,11 +17,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, Started
-from safetrain.core.postmortem import describe_rows, read_postmortem
+from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, start_csv
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, losses_of, running_stage, speed_of, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of
@@ -97,7 +97,7 @@ def test_every_ending_is_shown_with_what_was_reached_and_what_to_do(ending: str,
     for text in (drawn(view), plain_line(view)):
         assert title.lower() in text.lower()
         assert view.next_command in text
-    death = read_postmortem(ended(ending))
+    death = read_or_none(ended(ending) / POSTMORTEM, PostMortem)
     assert death is None or set(describe_rows(death)) < set(rows_of(view))
 
 

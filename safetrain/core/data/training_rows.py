@@ -25,7 +25,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import width_of
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PAIRED, PRETRAIN
-from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
+from safetrain.core.records.settings import Shape, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
 MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
@@ -102,7 +102,7 @@ class Cursor:
 def largest_update(
     data: TrainRows, valid: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None,
     seeds: Sequence[int] = SEEDS, *, rectangles: bool = False,
-) -> LargestUpdate:  # fmt: skip
+) -> Shape:  # fmt: skip
     """The most rows, tokens and labels in any update of a run, over the orders of several ``seeds``.
 
     ``longest`` includes the validation rows. ``rectangles``: rows are padded to the longest of them.
@@ -113,7 +113,7 @@ def largest_update(
     else:
         (tokens, _), (labels, _) = _largest(data, rows_per_update, num_epochs, max_steps, seeds)
         tokens = rows_per_update * width_of(longest, rectangles=True) if rectangles else tokens
-    return LargestUpdate(rows_per_update, longest, tokens, labels)
+    return Shape(rows_per_update, longest, tokens, labels)
 
 
 def largest_windows(

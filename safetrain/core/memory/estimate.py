@@ -17,7 +17,6 @@ from safetrain.core.memory.terms import (
     HEAD_SLICES,
     KEPT_BYTES,
     Setup,
-    Shape,
     activation_bytes,
     base_bytes,
     dequantized_bytes,
@@ -37,7 +36,7 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
+from safetrain.core.records.settings import MemoryTerm, Recommendation, Shape, TrainSettings
 
 # The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -83,12 +82,13 @@ def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
     embedding counts as a block.
     """
     trained = FLOAT32 * trained_parameters(run)
-    exact = {} if run.stream else {"base weights": base_bytes(run)}
+    exact = {} if run.settings.stream_base else {"base weights": base_bytes(run)}
     exact |= {"trained weights": trained, "optimizer's state": optimizer_state_bytes(run)}
-    accumulates = shape.accumulates and not run.stream
+    accumulates = shape.accumulates and not run.settings.stream_base
     accumulated = (MemoryTerm("accumulated gradient", trained, exact=True),) if accumulates else ()
-    phases = streamed_phases(run, shape) if run.stream else work_phases(run, shape)
-    block = max(trained / run.lora.num_layers, matrix_bytes(run.model) if run.method == PRETRAIN else 0)
+    phases = streamed_phases(run, shape) if run.settings.stream_base else work_phases(run, shape)
+    embedding = matrix_bytes(run.model) if run.settings.method == PRETRAIN else 0
+    block = max(trained / run.settings.lora.num_layers, embedding)
     optimizer = (MemoryTerm("optimizer at work", trained + int(OPTIMIZER_COPIES * block)),)
     return (
         *(MemoryTerm(name, size, exact=True) for name, size in exact.items()),
@@ -103,13 +103,12 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
     is read.
     """
     model, shards = run.model, shards_of(run, shape)
-    one = run.lora.num_layers * model.hidden_size * run.number_bytes * shape.total
-    together = one * shape.update_tokens // shape.total if shape.update_tokens else KEPT_BYTES * shape.accumulates
-    kept = max(one, min(KEPT_BYTES, together))
+    one = run.settings.lora.num_layers * model.hidden_size * run.number_bytes * shape.tokens
+    kept = max(one, min(KEPT_BYTES, one * shape.update_tokens // shape.tokens))
     gradient, activations = FLOAT32 * trained_parameters(run), activation_bytes(run, shape)
     block, base_head = _parts_of_base(run)
     logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
-    labels = shape.total if shape.labels is None else shape.labels
+    labels = shape.labels
     if head and slices_head(labels, model.hidden_size):
         logits = (
             int(SLICED_LOGITS * FLOAT32 * (labels + min(labels, labels_in_chunk(run))) * model.vocab_size) // shards
@@ -128,7 +127,7 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], .
         "block in its backward pass": activations if run.on_cpu else 2 * activations,
         "attention scores": kept_score_bytes(model, shape) + tiles_bytes(run, shape),
         "a block's weights, dequantized": dequantized_bytes(run, shape),
-        "gradient": gradient + shards * gradient // run.lora.num_layers,
+        "gradient": gradient + shards * gradient // run.settings.lora.num_layers,
     }
     held = {name: backward[name] for name in ("inputs of blocks", "gradient")}
     long_rows = held | {"block in its backward pass": int(LONG_ROWS * activations)}  # all else has been freed
@@ -140,7 +139,7 @@ def beyond_limit_bytes(run: Setup, shape: Shape) -> int:
 
     The limit is lower by as much; else mlx would compute ahead up to it, and exceed it by an allocation.
     """
-    if not run.stream:
+    if not run.settings.stream_base:
         return 0
     *others, long_rows = map(total_bytes, streamed_phases(run, shape))
     return max(0, long_rows - max(others))
@@ -169,9 +168,9 @@ def _stored_bytes(model: ModelFiles) -> Counter[int]:
 
 def read_bytes(run: Setup, shape: Shape) -> int:
     """Bytes that a step reads from disk: for each group of rows, all blocks forward and the trained blocks backward."""
-    model, blocks, sizes = run.model, run.lora.num_layers, _stored_bytes(run.model)
-    tokens = max(shape.total, shape.update_tokens)
-    together = max(shape.total, KEPT_BYTES // (blocks * model.hidden_size * run.number_bytes))
+    model, blocks, sizes = run.model, run.settings.lora.num_layers, _stored_bytes(run.model)
+    tokens = max(shape.tokens, shape.update_tokens)
+    together = max(shape.tokens, KEPT_BYTES // (blocks * model.hidden_size * run.number_bytes))
     passes = sum(size * (1 + (block >= model.num_layers - blocks)) for block, size in sizes.items())
     return -(-tokens // together) * (passes + model.static_bytes - sum(sizes.values()))
 
@@ -200,20 +199,20 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
     return max(1, most - int(OVERSTEP_SHARE * most))
 
 
-def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int, *, rectangles: bool) -> Shape:
+def largest_micro_batch(largest: Shape, batch_size: int, rows_per_update: int, *, rectangles: bool) -> Shape:
     """The largest micro-batch: as many tokens as ``batch_size`` of the longest rows, at most the whole update."""
     longest, more = width_of(largest.longest, rectangles=rectangles), max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)
     labels = min(tokens, int(more * largest.labels))
     rows = max(-(-tokens // longest), round(rows_per_update * tokens / in_update))  # of mean length
-    return Shape(rows, longest, tokens < in_update, tokens, labels, in_update)
+    return Shape(rows, longest, tokens, labels, in_update)
 
 
 def memory_of_run(
     model: ModelFiles,
     settings: TrainSettings,
-    largest: LargestUpdate,
+    largest: Shape,
     backend_name: str,
     budget: MemoryBudget,
     planned: Recommendation | None,
@@ -233,18 +232,18 @@ def memory_of_run(
     run = _largest_of(model, settings, largest, backend_name)
     terms, beyond = predicted_peak(*run), beyond_limit_bytes(*run)
     measured = planned.dry_run_peak_bytes if planned is not None else None
-    if planned is None or measured is None or planned.stream_base != settings.stream_base:
+    if planned is None or measured is None or planned.settings.stream_base != settings.stream_base:
         peak, needed = total_bytes(terms), with_margin(terms)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak - beyond, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
-    then = predicted_peak(*_largest_of(model, planned.planned_settings(settings), planned.largest_update, backend_name))
+    then = predicted_peak(*_largest_of(model, planned.settings, planned.largest_update, backend_name))
     exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
     estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
     share = estimated / estimated_then if estimated_then else 1.0
     peak = exact + int(max(0, measured - exact_then) * share)
     if planned.covers(settings, largest):  # the dry run ran the largest update of several row orders
-        own = planned.own_order
-        peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, measured)
+        own = planned.measured
+        peak = own.own_peak_bytes if own is not None and own.own_update == largest else min(peak, measured)
         peak = min(peak, budget.mlx_bytes)
     return RunMemory(terms, peak, peak, mlx_limit_bytes(peak - beyond, budget))
 
@@ -254,26 +253,16 @@ def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
     return backend_name != "cpu" or model.model_type not in FAMILIES
 
 
-def require_fit(memory: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
+def require_fit(memory: RunMemory, settings: TrainSettings, largest: Shape, budget: MemoryBudget) -> None:
     """Raise MachineError if a run does not fit: the plan may not know settings from the command line."""
     if memory.needed_bytes > budget.mlx_bytes:
         raise does_not_fit(memory.terms, settings.batch_size, largest.longest, budget, memory.needed_bytes)
 
 
-def _largest_of(
-    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
-) -> tuple[Setup, Shape]:
+def _largest_of(model: ModelFiles, settings: TrainSettings, largest: Shape, backend_name: str) -> tuple[Setup, Shape]:
     rectangles = in_rectangles(model, backend_name)
     shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update, rectangles=rectangles)
-    return setup_of(model, settings, backend_name), shape
-
-
-def setup_of(model: ModelFiles, settings: TrainSettings, backend_name: str) -> Setup:
-    """The setup of a training run on this backend."""
-    return Setup(
-        model, settings.lora, backend_name, settings.method, settings.dequantize_base, settings.gradient_checkpointing,
-        settings.optimizer, settings.compute_dtype, settings.stream_base,
-    )  # fmt: skip
+    return Setup(model, settings, backend_name), shape
 
 
 def require_trainable(method: str, *, quantized: bool) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
+from safetrain.core.model.shapes import TYPE_BYTES, TYPES
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, is_target
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, Shape, TrainSettings, is_target
 
 THREADS = "OPENBLAS_NUM_THREADS"  # environment variable: threads of matrix products on a CPU
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
@@ -25,8 +26,6 @@ CHUNKS_ALIVE = 2  # mlx starts the next chunk before it frees the previous one (
 OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
 TILES_ALIVE = 2  # at least: one of scores, one of their gradients
 FLOAT32 = 4
-NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
-FLOATS = ("F32", "F16", "BF16")  # names in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
 # With the base on disk (engine/block_loop.py)
 KEPT_BYTES = 2**28  # most block inputs kept between the passes; with more, the blocks are read again
@@ -61,23 +60,6 @@ METAL_TILES_ALIVE, METAL_QUERIES, MOST_METAL_BYTES = 3, 1024, 256 * 2**20
 METAL_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # 512 on some GPUs
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a micro-batch: rows, tokens of the longest row with padding, and whether gradients accumulate."""
-
-    rows: int
-    tokens: int
-    accumulates: bool
-    all_tokens: int = 0  # total of all rows; 0: every row is as long as the longest
-    labels: int | None = None  # total of all rows; None: every token is a label
-    update_tokens: int = 0  # of all micro-batches; 0: unknown
-
-    @property
-    def total(self) -> int:
-        """Tokens of all rows."""
-        return self.all_tokens or self.rows * self.tokens
-
-
 # The factor on each estimated term, chosen conservatively (measured: benchmarks/bench_memory_estimate)
 COEFFICIENTS = {
     "stored activations": 1.15,  # kept by blocks for the backward pass; only block inputs if recomputed
@@ -95,17 +77,11 @@ COEFFICIENTS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a training run that decide its memory: model, adapter, backend and way to compute."""
+    """The parts of a training run that decide its memory."""
 
     model: ModelFiles
-    lora: LoraSettings
+    settings: TrainSettings
     backend: str  # cpu, metal, cuda or gpu
-    method: str = "lora"
-    dequantize: bool = False
-    checkpointing: bool = False
-    optimizer: str = "adam"
-    compute_dtype: str | None = None  # None: the stored type of the base
-    stream: bool = False  # the base stays on disk
 
     @property
     def on_cpu(self) -> bool:
@@ -115,19 +91,20 @@ class Setup:
     @property
     def cast_dtype(self) -> str | None:
         """The type to which a GPU casts the base (in pretraining, for each forward pass); None: the stored type."""
-        return None if self.on_cpu else self.compute_dtype
+        return None if self.on_cpu else self.settings.compute_dtype
 
     @property
     def number_bytes(self) -> int:
         """Bytes of one number in the residual stream."""
-        if self.on_cpu or (self.method in WHOLE and not (self.method == PRETRAIN and self.cast_dtype)):
+        method = self.settings.method
+        if self.on_cpu or (method in WHOLE and not (method == PRETRAIN and self.cast_dtype)):
             return FLOAT32
-        return NUMBER_BYTES[self.cast_dtype] if self.cast_dtype else self.model.compute_bytes
+        return TYPE_BYTES[TYPES[self.cast_dtype]] if self.cast_dtype else self.model.compute_bytes
 
     @property
     def dequantizes_per_use(self) -> bool:
         """Whether weights are dequantized at each use: on CPU, if the base stays quantized."""
-        return self.on_cpu and not self.dequantize and self.model.quantization_bits is not None
+        return self.on_cpu and not self.settings.dequantize_base and self.model.quantization_bits is not None
 
 
 def usable_cores() -> int:
@@ -167,12 +144,12 @@ def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
     At the loss and at the top block, the activations of all blocks are in memory; with recomputation only the inputs
     of all blocks and the activations of one. Each shard has its own gradient. (measured: timelines of mlx memory)
     """
-    block, shards, blocks = activation_bytes(run, shape), shards_of(run, shape), run.lora.num_layers
-    one = shape.total * run.model.hidden_size * run.number_bytes if run.checkpointing else block
+    block, shards, blocks = activation_bytes(run, shape), shards_of(run, shape), run.settings.lora.num_layers
+    one = shape.tokens * run.model.hidden_size * run.number_bytes if run.settings.gradient_checkpointing else block
     scores, tiles = kept_score_bytes(run.model, shape), tiles_bytes(run, shape)
     gradient, logits = FLOAT32 * trained_parameters(run), logit_bytes(run, shape)
-    all_kept = 0 if run.checkpointing else blocks * scores
-    is_whole = run.method == PRETRAIN  # at the loss, only the head's gradient exists
+    all_kept = 0 if run.settings.gradient_checkpointing else blocks * scores
+    is_whole = run.settings.method == PRETRAIN  # at the loss, only the head's gradient exists
     always = {"head, dequantized": matrix_bytes(run.model) if run.dequantizes_per_use else 0}
     loss = {
         "stored activations": blocks * one,
@@ -203,7 +180,7 @@ def with_factors(factors: dict[str, float], *phases: dict[str, int]) -> tuple[tu
 
 def shards_of(run: Setup, shape: Shape) -> int:
     """Shards of a micro-batch that are computed at the same time; windows can be split, so their number is no limit."""
-    if run.method == PRETRAIN:
+    if run.settings.method == PRETRAIN:
         return min(shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu), most_shards_of_whole(run.model.parameters))
     return shards_at_once(shape.rows, on_cpu=run.on_cpu)
 
@@ -247,24 +224,24 @@ def dequantized_bytes(run: Setup, shape: Shape) -> int:
 def base_bytes(run: Setup) -> int:
     """Bytes of the base: as stored or cast (with the scales and biases of quantized weights), or fully dequantized."""
     model, number = run.model, run.number_bytes
-    if run.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
+    if run.settings.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for each pass
         return 0 if number == FLOAT32 else number * model.parameters
-    if run.dequantize or (run.on_cpu and model.quantization_bits is None):
+    if run.settings.dequantize_base or (run.on_cpu and model.quantization_bits is None):
         return model.parameters * number
     if run.cast_dtype is None:
         return model.static_bytes
-    floats = [tensor for tensor in model.tensors if tensor.dtype in FLOATS]
-    cast = NUMBER_BYTES[run.cast_dtype]
+    floats = [tensor for tensor in model.tensors if tensor.dtype in TYPES.values()]
+    cast = TYPE_BYTES[TYPES[run.cast_dtype]]
     return model.static_bytes + sum(cast * math.prod(each.shape) - each.size_bytes for each in floats)
 
 
 def trained_parameters(run: Setup) -> int:
     """Count of trained numbers: the adapter, the top blocks (full fine-tuning), or the whole model (pretraining)."""
-    if run.method == PRETRAIN:
+    if run.settings.method == PRETRAIN:
         return run.model.parameters
-    if run.method != "full":
-        return lora_parameters(run.model, run.lora, with_lengths=run.method == "dora")
-    lowest = run.model.num_layers - run.lora.num_layers
+    if run.settings.method != "full":
+        return lora_parameters(run.model, run.settings.lora, with_lengths=run.settings.method == "dora")
+    lowest = run.model.num_layers - run.settings.lora.num_layers
     return sum(tensor.weights for block, _, tensor in in_blocks(run.model) if block >= lowest)
 
 
@@ -276,11 +253,11 @@ def optimizer_state_bytes(run: Setup) -> int:
     an adapter, about one number per ``rank`` parameters.
     """
     trained = trained_parameters(run)
-    if run.optimizer == "adafactor":
-        rows = trained // (LEAST_WIDTH // 2 if run.method in WHOLE else run.lora.rank)
+    if run.settings.optimizer == "adafactor":
+        rows = trained // (LEAST_WIDTH // 2 if run.settings.method in WHOLE else run.settings.lora.rank)
         return FLOAT32 * (rows + trained // LEAST_WIDTH)
-    numbers = KEPT_NUMBERS[run.optimizer] * trained
-    if run.optimizer == "muon" and run.method == PRETRAIN:
+    numbers = KEPT_NUMBERS[run.settings.optimizer] * trained
+    if run.settings.optimizer == "muon" and run.settings.method == PRETRAIN:
         numbers += trained - sum(each.weights for _, _, each in in_blocks(run.model) if len(each.shape) == 2)
     return FLOAT32 * numbers
 
@@ -310,12 +287,12 @@ def activation_bytes(run: Setup, shape: Shape) -> int:
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
     token_bytes = (5 * hidden + 3 * query + 3 * key_value + 4 * width) * number
-    if run.method not in WHOLE:
-        token_bytes += ADAPTED_LAYERS * run.lora.rank * number
-        token_bytes += (5 * hidden + query + width) * (number + 1) if run.lora.dropout else 0
-    if run.method == "dora":
+    if run.settings.method not in WHOLE:
+        token_bytes += ADAPTED_LAYERS * run.settings.lora.rank * number
+        token_bytes += (5 * hidden + query + width) * (number + 1) if run.settings.lora.dropout else 0
+    if run.settings.method == "dora":
         token_bytes += (2 * hidden + query + 2 * key_value + 2 * width) * number
-    return shape.total * token_bytes
+    return shape.tokens * token_bytes
 
 
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
@@ -324,8 +301,8 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
     Models with their own attention (gemma2) keep whole score matrices: capped, masked, and as probabilities.
     """
     if model.model_type in OWN_ATTENTION:
-        return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.total * shape.tokens
-    return FLOAT32 * model.num_heads * shape.total
+        return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.tokens * shape.longest
+    return FLOAT32 * model.num_heads * shape.tokens
 
 
 def tiles_bytes(run: Setup, shape: Shape) -> int:
@@ -333,14 +310,14 @@ def tiles_bytes(run: Setup, shape: Shape) -> int:
 
     mlx's own kernel on Metal, for both passes, also holds the gradients of queries, keys and values in float32.
     """
-    model, number, width = run.model, run.number_bytes, shape.tokens
+    model, number, width = run.model, run.number_bytes, shape.longest
     groups = model.num_heads // model.num_kv_heads
     if run.backend == "metal" and model.head_dim in METAL_HEAD_SIZES:
         row = metal_row_bytes(model.num_heads, width, number)
-        gradients = shape.total * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        return max(row, min(MOST_METAL_BYTES, row * shape.total // width)) + FLOAT32 * gradients
+        gradients = shape.tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return max(row, min(MOST_METAL_BYTES, row * shape.tokens // width)) + FLOAT32 * gradients
     shards, tiles = shards_of(run, shape), CPU_TILES if run.on_cpu else GPU_TILES
-    lines = min(tiles.lines(groups, width, number), -(-model.num_kv_heads * shape.total // (shards * width)))
+    lines = min(tiles.lines(groups, width, number), -(-model.num_kv_heads * shape.tokens // (shards * width)))
     return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * number
 
 
@@ -356,6 +333,6 @@ def logit_bytes(run: Setup, shape: Shape) -> int:
     """
     shards, vocabulary = shards_of(run, shape), run.model.vocab_size
     if run.model.whole_logits:
-        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * vocabulary
-    labels = (shape.total if shape.labels is None else shape.labels) // shards
+        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.tokens // shards * vocabulary
+    labels = shape.labels // shards
     return LOGIT_COPIES * FLOAT32 * min(labels, CHUNKS_ALIVE * labels_in_chunk(run)) * vocabulary

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.records.evaluation import Likeness
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_text
 
@@ -20,7 +21,7 @@ class StepRecord:
     epoch: float  # epochs so far
     train_loss: float | None  # mean per label (preference training: per pair) since the last record
     valid_loss: float | None  # mean per label (preference training: per pair) over the validation rows
-    learning_rate: float  # at the last step
+    learning_rate: float | None  # at the last step
     grad_norm: float | None  # gradient norm of the last step, before clipping
     trained_tokens: int  # labels seen since the start of the run
     labels_per_second: float | None  # speed since the last record
@@ -50,23 +51,14 @@ class TrainingMetrics:
 
 
 @dataclass(frozen=True)
-class ComparedWith:
-    """A model compared with the tuned one. An answer: the likeliest token at each label of a row."""
-
-    loss: float  # nats per label
-    divergence: float  # KL(tuned || this model), nats per label
-    same_answers: int  # rows in which both choose the same token at every label
-
-
-@dataclass(frozen=True)
 class Proof:
     """``proof`` in training_summary.json: the base model without and with the saved adapter, on validation rows."""
 
     rows: int
     labels: int
     tuned_loss: float  # loss of the model in memory at its best step
-    base: ComparedWith
-    opened: ComparedWith
+    base: Likeness
+    opened: Likeness
     opened_by: str  # mlx-lm; safetrain for DoRA on a base of 3, 5 or 6 bits
 
 
@@ -94,23 +86,6 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     valid_rows_available: int = 0
     cut_rows: int | None = None  # training rows truncated to max_seq_length; None: unknown
     proof: Proof
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The part of training_summary.json that is needed to open the model again within the memory of its training."""
-
-    batch_size: int
-    max_seq_length: int
-    dequantize_base: bool
-    compute_dtype: str | None
-    peak_memory_bytes: int
-    predicted_peak_bytes: int
-    method: str = "lora"
-    beta: float = 0.1
-    stream_base: bool = False
-    from_adapter: str | None = None
-    threads: int | None = None
 
     @property
     def most_tokens(self) -> int:

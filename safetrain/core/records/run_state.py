@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none, sha256_of, write_json, write_record
+from safetrain.core.storage.files import read_or_none, sha256_of, write_json
 
 MANIFEST = "manifest.json"
 KEPT_BESIDE = 2  # in addition to train.keep_checkpoints: the best checkpoint, and the one that is being written
+TEXT_BYTES = 2**20  # of a checkpoint: state.json, manifest and the headers of weight files
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 DIFFERENCES = {  # of a RunIdentity, in words
@@ -67,19 +68,9 @@ class RunState:
     identity: RunIdentity
 
 
-def write_run_state(output: Path, state: RunState) -> None:
-    """Write training_state.json."""
-    write_record(output / paths.POINTER, state)
-
-
-def read_run_state(output: Path) -> RunState | None:
-    """Read training_state.json; None if it is missing or unreadable: the checkpoints are enough to resume."""
-    return read_or_none(output / paths.POINTER, RunState)
-
-
 def is_finished(output: Path) -> bool:
     """Whether training_state.json calls its run complete, so that there is nothing to resume."""
-    state = read_run_state(output)
+    state = read_or_none(output / paths.POINTER, RunState)
     return state is not None and state.finished
 
 
@@ -97,6 +88,11 @@ class Checkpoint:
             return (self.folder / MANIFEST).stat().st_mtime
         except OSError:
             return 0.0
+
+
+def checkpoint_bytes(weight_bytes: int, state_bytes: int) -> int:
+    """Bytes of one checkpoint: trained weights twice (now and best), the optimizer's state, and text."""
+    return 2 * weight_bytes + state_bytes + TEXT_BYTES
 
 
 def name_of(epoch: int, step: int) -> str:

@@ -6,11 +6,13 @@ These are plain dataclasses, because Hydra merges into them; stages pass the sec
 from dataclasses import dataclass, field
 from typing import Any
 
+LOWER_RATE = "a lower train.learning_rate"  # in remedies
 SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 DPO = "dpo"
 PAIRED = (DPO, "orpo")  # methods that train LoRA on pairs of answers
+OFF = ("max_examples", "max_loss_jump", "early_stopping_patience", "from_adapter")  # of train: null is off
 OF_START = ("rank", "scale", "num_layers", "targets")  # of lora: what the adapter of train.from_adapter decides
 RANGE, CHOICES = "range", "choices"
 

@@ -3,23 +3,24 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
+from safetrain.core.hosts import Hosts
 from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
-from safetrain.core.records.schema import PAIRED, WHOLE, Lora, Train
+from safetrain.core.records.schema import OFF, PAIRED, WHOLE, Lora, Train
+
+Kind = TypeVar("Kind", "TrainSettings", "LoraSettings")
 
 ALL_LINEAR = "all-linear"
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
+# Settings that decide the memory of a run; the first ones change nothing else
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base")
 ROUNDING_ONLY = (*MEMORY_ONLY, "threads")  # these change results only by rounding and dropout's random numbers
-PLANNED = (
-    "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
-    "compute_dtype", "stream_base",
-)  # fmt: skip
-SETTINGS = (*PLANNED, "method", "optimizer")  # these decide how much memory a run needs
+# These decide the memory of a run
+MEMORY = (*MEMORY_ONLY, "max_seq_length", "compute_dtype", "lora", "method", "optimizer")
 UPDATE = ("longest", "tokens", "labels")
 
 
@@ -81,12 +82,25 @@ class TrainSettings:
         """Rows of an update, as ``batch size x accumulation``."""
         return f"{self.batch_size} x {self.gradient_accumulation}"
 
+    @property
+    def recipe(self) -> str:
+        """Optimizer, schedule and peak rate in words."""
+        return f"{self.optimizer}, {self.schedule} schedule, learning rate {self.learning_rate:g}"
+
     def __str__(self) -> str:
         """Describe the settings that decide the memory of an update."""
         extra = ", blocks recomputed" if self.gradient_checkpointing else ""
         extra += ", base dequantized" if self.dequantize_base else ""
         extra += ", base on disk" if self.stream_base else ""
         return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{extra}"
+
+
+SMALLEST = TrainSettings(  # of one step on one row, for a caller to change what it needs
+    method="lora", optimizer="adam", schedule="constant", batch_size=1, gradient_accumulation=1, max_seq_length=512,
+    learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0, save_steps=1, eval_steps=1,
+    log_steps=1, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
+    dequantize_base=False, gradient_checkpointing=False, seed=0, lora=LoraSettings(16, 2.0, 0.0, 1, (ALL_LINEAR,)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,21 +113,19 @@ class MemoryTerm:
 
 
 @dataclass(frozen=True)
-class LargestUpdate:
-    """Size of a run's largest update, with truncated rows (core/data/training_rows.py)."""
+class Shape:
+    """The size of an update, or of one of its micro-batches, with truncated rows."""
 
     rows: int
-    longest: int  # input tokens of the longest row, in training or validation
-    tokens: int  # input tokens of all its rows
+    longest: int  # input tokens of the longest row: of a micro-batch with padding, of an update also in validation
+    tokens: int  # input tokens of all rows
     labels: int
+    update_tokens: int = 0  # of a micro-batch: of its whole update
 
-
-@dataclass(frozen=True)
-class OwnOrder:
-    """The largest update in the row order of the run's own seed, and its measured peak."""
-
-    largest_update: LargestUpdate
-    peak_bytes: int  # of mlx's allocator
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of several micro-batches are added."""
+        return self.update_tokens > self.tokens
 
 
 @dataclass(frozen=True)
@@ -125,93 +137,61 @@ class DryRun:
     update_seconds: float  # of an update of mean size
     device: str
     own_seconds: float  # of the whole dry run, without the start of Python
-    own_order: OwnOrder | None  # None if updates are so slow that the dry run makes only one
+    own_update: Shape | None  # in the order of the run's seed; None: updates are too slow to make several
+    own_peak_bytes: int = 0  # its peak
     threads: int | None = None  # with which updates are fastest on this CPU
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """recommended_config.json: values at the top level (DVC tracks them by key), reasons, and the memory needed."""
+    """recommended_config.json: the settings that a run is recommended, the reasons, and the memory that it needs."""
 
-    batch_size: int
-    gradient_accumulation: int
-    max_seq_length: int
-    learning_rate: float
-    num_epochs: int
-    warmup_steps: int
-    save_steps: int
-    eval_steps: int
-    log_steps: int
-    dequantize_base: bool
-    gradient_checkpointing: bool
-    stream_base: bool
-    compute_dtype: str | None  # None: as the base is stored
-    lora: LoraSettings
+    settings: TrainSettings  # DVC tracks them by key
+    reasons: dict[str, str]  # of each recommended value: train keys without a prefix, adapter keys as lora.rank
     test_tokens: int  # most tokens of test rows that evaluate measures; more rows are sampled
     answer_tokens: int  # the same for a model's answers
     general_tokens: int  # the same for the general text
-    largest_update: LargestUpdate  # step that the memory is predicted for
-    planned_method: str
-    planned_optimizer: str
-    planned_model: str
-    planned_backend: str
-    planned_adapter: str  # weights and scale of train.from_adapter, as a hash; empty: a new adapter
-    reasons: dict[str, str]  # by key: train keys without a prefix, adapter keys as lora.rank
-    predicted_peak_bytes: int
-    mlx_limit_bytes: int  # value for mx.set_memory_limit
+    base: str
+    start: str  # weights and scale of train.from_adapter, as a hash; empty: a new adapter
+    backend: str  # cpu, metal, cuda or gpu
+    longest_row: int  # tokens, before truncation
+    largest_update: Shape  # that the memory is predicted for
+    predicted_peak_bytes: int  # of mlx's allocator, by the closed form
+    margin_bytes: int  # reserve on top of it
     memory_terms: tuple[MemoryTerm, ...]
-    memory_budget_bytes: int
-    process_memory_bytes: int  # part of the budget outside mlx's allocator
-    margin_bytes: int  # reserve on top of the predicted peak
-    basis: str  # closed form, or dry run
-    step_seconds: float | None  # time of a step of mean size, by a dry run
-    total_seconds: float | None  # time of all steps, validations and the evaluation
-    disk_bytes: int  # space for checkpoints and adapter
-    measured_peak_bytes: int | None  # peak in the dry run, over the largest steps of several row orders
-    own_order: OwnOrder | None  # largest step and peak in the order of train.seed; None: not measured
-    measured_footprint_bytes: int | None  # memory of the dry run's process
-    verified: bool  # whether a dry run fits the budget
-    max_steps: int | None = None  # steps after which the run ends; None: num_epochs applies
-    threads: int | None = None  # of a CPU, as measured by the dry run; None: all cores
-
-    @property
-    def memory_budget(self) -> MemoryBudget:
-        """Memory that a process may use."""
-        return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
+    memory_budget: MemoryBudget
+    measured: DryRun | None  # on the largest updates of several row orders; None: no dry run
+    verified: bool  # whether the dry run fits the budget
+    total_seconds: float | None  # of all steps, validations and the evaluation
+    disk_bytes: int  # of checkpoints and adapter
 
     @property
     def dry_run_peak_bytes(self) -> int | None:
         """Peak of mlx's allocator in a dry run that fitted the budget; None without one."""
-        peak = self.measured_peak_bytes
-        return peak if self.verified and peak is not None and peak <= self.memory_budget_bytes else None
+        peak = self.measured.peak_bytes if self.measured is not None else None
+        return peak if self.verified and peak is not None and peak <= self.memory_budget.total_bytes else None
 
-    def planned_settings(self, settings: TrainSettings) -> TrainSettings:
-        """The settings of the dry run; keys that the plan does not fix come from ``settings``."""
-        planned = {key: getattr(self, key) for key in PLANNED}
-        return dataclasses.replace(settings, method=self.planned_method, optimizer=self.planned_optimizer, **planned)
-
-    def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
+    def covers(self, settings: TrainSettings, largest: Shape) -> bool:
         """Whether the dry run is valid for a run: equal settings for memory, and no larger update."""
         is_larger = any(getattr(largest, key) > getattr(self.largest_update, key) for key in UPDATE)
-        return self.planned_settings(settings) == settings and not is_larger
+        return not is_larger and all(getattr(settings, key) == getattr(self.settings, key) for key in MEMORY)
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
     """Raise ConfigError if the recommendation is for another model, or a method that needs another learning rate."""
-    is_other_whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
-    if is_other_whole or model != recommendation.planned_model:
+    planned = recommendation.settings.method
+    if (method != planned and {method, planned} & set(WHOLE)) or model != recommendation.base:
         raise ConfigError(
             "The recommended configuration is for another model or method.",
             expected=f"train.method={method} on {model}",
-            got=f"{recommendation.planned_method} on {recommendation.planned_model}",
+            got=f"{planned} on {recommendation.base}",
             do="run recommend_config with the same overrides, or train with 'dvc exp run -S', which plans again",
         )
 
 
-def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
-    """Take each setting from the user's keys, else from the recommendation. Raises ConfigError if it divides pairs."""
-    values = {**_pins_over(train, recommendation, TrainSettings), "lora": resolve_lora(lora, recommendation.lora)}
-    settings = TrainSettings(**values)
+def resolve(train: Train, lora: Lora, recommended: TrainSettings) -> TrainSettings:
+    """The recommended settings, except for the user's. Raises ConfigError if they divide pairs."""
+    settings = dataclasses.replace(with_pins(recommended, train), lora=with_pins(recommended.lora, lora))
     if settings.method in PAIRED and settings.rows_per_update % 2:
         what = f"train.batch_size x gradient_accumulation is odd; with {settings.method}, two rows are a pair."
         do = "run recommend_config with the same overrides, or set train.gradient_accumulation to an even number"
@@ -219,16 +199,14 @@ def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSe
     return settings
 
 
-def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
-    """Take each LoRA setting from the user's keys, or from the recommendation if the key is null."""
-    values = _pins_over(pins, recommended, LoraSettings)
-    return LoraSettings(**{**values, "targets": tuple(values["targets"])})
-
-
-def _pins_over(pins: object, recommended: object, kind: type[Any]) -> dict[str, Any]:
-    """Values for the fields of ``kind``: the user's, or the recommended value where the user's is None."""
-    values = ((field.name, getattr(pins, field.name, None)) for field in dataclasses.fields(kind))
-    return {name: getattr(recommended, name, None) if pin is None else pin for name, pin in values}
+def with_pins(recommended: Kind, pins: Train | Lora) -> Kind:
+    """The settings, except for those that the user has set."""
+    names = {field.name for field in dataclasses.fields(recommended)}
+    pinned: Any = {key: value for key, value in vars(pins).items() if key in names}
+    pinned = {key: value for key, value in pinned.items() if value is not None or key in OFF}
+    if "targets" in pinned:
+        pinned["targets"] = tuple(pinned["targets"])
+    return dataclasses.replace(recommended, **pinned)
 
 
 def is_target(layer: str, target: str) -> bool:
@@ -288,18 +266,8 @@ class TrainJob:
     mlx_limit_bytes: int | None = None  # set if less memory is free than planned; None: by core/memory/estimate.py
     gpu_rungs: tuple[str, ...] = ()  # changes after the GPU watchdog, in words; they do not change memory
     ranks: int = 1  # processes that share each update's rows
+    ranks_here: int = 1  # that share this machine's memory
     rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl
-
-
-def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
-    """Give one of ``ranks_here`` ranks on this machine its share of the memory budget.
-
-    train.memory_limit_gb is per rank already.
-    """
-    if ranks_here == 1 or job.memory_limit_bytes is not None:
-        return job
-    budget = dataclasses.replace(job.memory_budget, total_bytes=job.memory_budget.total_bytes // ranks_here)
-    return dataclasses.replace(job, memory_budget=budget)
 
 
 def identity_of(settings: TrainSettings) -> str:
@@ -314,16 +282,22 @@ def identity_of(settings: TrainSettings) -> str:
     return json.dumps({**identity, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 
-def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
-    """Make the job of a training run from the user's keys and the recommendation."""
+def job_of(train: Train, lora: Lora, plan: Recommendation, hosts: Hosts) -> TrainJob:
+    """The job of a training run: the user's keys over the recommendation; ranks here share the memory budget."""
+    ranks_here = 1 if plan.backend == "cuda" else hosts.ranks_here  # each CUDA rank has its own device
+    limit, budget = own_limit_bytes(train.memory_limit_gb), plan.memory_budget
+    if limit is None:  # else it is per rank already
+        budget = dataclasses.replace(budget, total_bytes=budget.total_bytes // ranks_here)
     return TrainJob(
-        base=model,
-        settings=resolve(train, lora, recommendation),
+        base=plan.base,
+        settings=resolve(train, lora, plan.settings),
         warmup_is_recommended=train.warmup_steps is None,
-        memory_budget=recommendation.memory_budget,
-        planned=recommendation,
+        memory_budget=budget,
+        planned=plan,
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
-        memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
+        memory_limit_bytes=limit,
         ranks=train.ranks,
+        ranks_here=ranks_here,
+        rank_backend=hosts.backend_on(plan.backend),
     )

@@ -33,7 +33,7 @@ SITES = (
     Site("write arrays", STATE, "save_arrays", "save", 6),
     Site("manifest", STATE, "write_manifest", "save", 2),
     Site("rename", "safetrain.core.storage.files", "replace_directory", "save", 2),
-    Site("pointer", STATE, "write_run_state", "save", 2),
+    Site("pointer", STATE, "write_record", "save", 2),
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("open adapter", "safetrain.engine.tuned", "adapt_for_a_consumer", "load model"),
     Site("check adapter", "safetrain.engine.tuned", "TunedModel.likeness_of", "verify"),
