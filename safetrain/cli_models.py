@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from safetrain.core.text.tokenizer import ChatTokenizer
     from safetrain.engine.model import BaseModel
     from safetrain.export.comparison import ExportJob
-    from safetrain.watch.prompts import Prompts
+    from safetrain.watch.chat import Prompts
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 
@@ -231,7 +231,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
     from safetrain.core.results import adapter_to_use
     from safetrain.core.text.tokenizer import ChatTokenizer
-    from safetrain.watch.prompts import Prompts
+    from safetrain.watch.chat import Prompts
     from safetrain.watch.result import unmeasured
     from safetrain.watch.run_folder import read_run
 

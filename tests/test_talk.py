@@ -31,7 +31,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.evaluation import answer
 from safetrain.engine.weight_files import open_tuned
-from safetrain.watch.prompts import Prompts
+from safetrain.watch.chat import Prompts
 from tests.conftest import EMBEDDED, ROOT
 from tests.export.test_fuse import adapter_of
 

@@ -1,6 +1,7 @@
 """Run one of the project's own modules, such as a dry run, in a child process that may die, and cache its answer.
 
-A cached answer becomes invalid if the measuring code, a package or Python changes.
+A cached answer becomes invalid if the measuring code, a package or Python changes. The memory budget of each backend
+limits a child as it limits a training process.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Any
 import psutil
 
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.memory.system import footprint_bytes, read_memory
+from safetrain.core.memory.system import GIB, PROCESS_BYTES, Readings, footprint_bytes, host_room_bytes, read_memory
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
@@ -31,7 +32,6 @@ from safetrain.core.records.settings import MEMORY, DryRun, TrainJob
 from safetrain.core.signals import handling
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import cache_directory, from_json, keep_text, read_or_none, write_record
-from safetrain.plan.budget import metal_budget_bytes
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between two readings of a child's memory
@@ -48,6 +48,15 @@ NOT_INSTALLED = "not installed"  # instead of a version
 MOST_SECONDS = 3600.0  # time limit of a dry run
 CAP_SLACK = 1.15
 PREFIX = "dry-run-"
+# Shares of the working set that Metal recommends, for machines up to 16 GiB and larger ones: an M5 Pro of 24 GB starved
+# at 0.93, an 8 GB M1 trained at 0.9 (published: tests/core/readings.py).
+METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
+# Memory left to macOS, in addition to wired memory: macOS compresses and swaps the rest on demand.
+METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the share applies above 16 GiB
+LARGE_MACHINE_BYTES = 16 * GIB
+TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # if no reading is available; the second above 8 GiB
+# A CUDA context takes 0.13 to 0.75 GiB; cuBLAS workspaces and fragmentation take the rest (published: readings.py).
+CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 
 
 class ChildFailed(Exception):
@@ -247,3 +256,40 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     prefix = f"{PREFIX}{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as own:
         yield Path(own)
+
+
+# The memory that a training process may use
+
+
+def metal_budget_bytes(
+    working_set_bytes: int, total_bytes: int, wired_bytes: int = 0, process_bytes: int = PROCESS_BYTES
+) -> int:
+    """Memory budget on Metal: a share of the working set plus ``process_bytes``, limited by what wired memory leaves.
+
+    The working set bounds Metal's buffers only, not Python's memory. psutil's ``available`` (inactive and free pages)
+    is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B model was trained
+    (MakazhanAlpamys/Soup #663, giampaolo/psutil #1503).
+    """
+    large = total_bytes > LARGE_MACHINE_BYTES
+    share = LARGE_METAL_SHARE if large else METAL_SHARE
+    reserve = int(METAL_RESERVE_SHARE * total_bytes) if large else METAL_RESERVE_BYTES
+    typical = TYPICAL_WIRED_BYTES if total_bytes <= LARGE_MACHINE_BYTES // 2 else LARGE_WIRED_BYTES
+    remaining = total_bytes - (wired_bytes or typical) - reserve
+    return max(0, min(int(share * working_set_bytes) + process_bytes, remaining))
+
+
+def cuda_budget_bytes(free_bytes: int) -> int:
+    """Memory budget on CUDA: a share of the device's free memory, minus the CUDA context."""
+    return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
+
+
+def budget_bytes(backend: str, device_bytes: int, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
+    """Memory that a training process may use on this machine now.
+
+    ``device_bytes``: the working set that Metal recommends, or the free memory of a CUDA device; 0 on a CPU.
+    """
+    if backend == "cuda":
+        return cuda_budget_bytes(device_bytes)
+    if backend == "metal":
+        return metal_budget_bytes(device_bytes, host.total_bytes, host.wired_bytes, process_bytes)
+    return host_room_bytes(host)

@@ -19,11 +19,13 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, read_result
-from safetrain.plan.budget import budget_bytes, cuda_budget_bytes, metal_budget_bytes
 from safetrain.plan.child import (
     ChildFailed,
     answers_about,
+    budget_bytes,
+    cuda_budget_bytes,
     keep_answer,
+    metal_budget_bytes,
     ran_out_of_memory,
     room_bytes,
     run_json,

@@ -11,7 +11,7 @@ from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.forms import parse_row
 from safetrain.data.rows import RowError
 from safetrain.data.tokenize import text_ids
-from safetrain.watch.prompts import Prompts
+from safetrain.watch.chat import Prompts
 from tests.conftest import EMBEDDED
 from tests.data.models import Message, model_with, remarks, rendered, renderer, trained, turns
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer

@@ -11,7 +11,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.text.tokenizer import ChatTemplate, ChatTokenizer
 from safetrain.export.gguf_text import adds_begin, templates_of, write_chat, write_vocabulary
-from safetrain.watch.prompts import Prompts
+from safetrain.watch.chat import Prompts
 from tests.support.tokenizers_made import TEMPLATE, write_tokenizer
 
 CONTROL, UNUSED, BYTE = 3, 5, 6

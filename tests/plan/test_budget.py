@@ -6,7 +6,7 @@ import pytest
 
 from safetrain.core.memory import system
 from safetrain.core.memory.system import Readings, own_limit_bytes, read_memory, within_data_limit
-from safetrain.plan.budget import budget_bytes, cuda_budget_bytes, metal_budget_bytes
+from safetrain.plan.child import budget_bytes, cuda_budget_bytes, metal_budget_bytes
 from tests.core.readings import READINGS, Reading
 
 GIB = 2**30

@@ -16,8 +16,8 @@ from safetrain.core.model.files import ModelFiles, read_model_files, read_model_
 from safetrain.core.model.presets import PRESETS
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import SMALLEST, LoraSettings, Recommendation, Shape, resolve
-from safetrain.plan.budget import cuda_budget_bytes
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
+from safetrain.plan.child import cuda_budget_bytes
 from safetrain.plan.estimate import estimate_of, model_to_estimate
 from safetrain.plan.machine import EXAMPLE, described_machines, machine_named
 from tests.conftest import EMBEDDED, ROOT
