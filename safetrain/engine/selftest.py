@@ -265,7 +265,6 @@ def time_operation(function: Callable[..., Any], *arguments: mx.array) -> float:
 
 def dry_run(job: Job, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates if updates are quick."""
-    start = time.monotonic()
     run, made, own = _open(job, scratch), list[Measured](), list[Measured]()
     largest_updates = _largest_updates(run)
     for largest, is_own in largest_updates:
@@ -288,8 +287,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
     own_update = own_largest_update(job, device().name) if len(made) == len(largest_updates) else None
     own_peak, peak = (max(peak for peak, _, _ in [*group, *timed]) for group in (own, made))
-    taken = most_footprint_bytes(), update_seconds, device().label, time.monotonic() - start
-    return DryRun(peak, *taken, own_update, own_peak, threads)
+    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_update, own_peak, threads)
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:

@@ -191,7 +191,6 @@ class Answer:
     measured: DryRun | None
     ended: str  # how the process failed; empty if it did not
     ran_out_of_memory: bool  # as far as that is known
-    seconds: float  # of the process, including Python's start
 
 
 def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) -> Path:
@@ -221,12 +220,11 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
         file = scratch / "job.json"
         write_record(file, job)
         most = most_bytes(job.memory_budget.total_bytes, job.memory_limit_bytes)
-        began = time.monotonic()
         lines, ended = run_lines(module, [str(file), str(scratch)], MOST_SECONDS, most)
     try:
-        answer = Answer(from_json(DryRun, json.loads(lines[-1])), "", False, time.monotonic() - began)
+        answer = Answer(from_json(DryRun, json.loads(lines[-1])), "", False)
     except (IndexError, ValueError, TypeError):
-        answer = Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), time.monotonic() - began)
+        answer = Answer(None, ended or "it gave no answer", ran_out_of_memory(ended))
     if answer.measured is not None:
         peak = size_text(answer.measured.peak_bytes)
         say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")

@@ -310,7 +310,7 @@ EIGHT = dataclasses.replace(
     USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
-MEASURED = DryRun(3 * GIB, 3 * GIB, 1.0, "cpu", 3.0, None)
+MEASURED = DryRun(3 * GIB, 3 * GIB, 1.0, "cpu", None)
 PLANNED = dataclasses.replace(
     PLAN, settings=EIGHT, largest_update=worst_update(100, 16), longest_row=100, measured=MEASURED
 )

@@ -24,7 +24,7 @@ def main(path: str, _scratch: str) -> None:
     if behaviour == "dies" and too_many:
         os.abort()
     peak = 2**40 if behaviour == "large" and too_many else job.mlx_limit_bytes or 0
-    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, 0.1, "cpu", 1.0, None))), flush=True)
+    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, 0.1, "cpu", None))), flush=True)
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ def test_a_warm_up_ends_before_the_run_does() -> None:
 
 
 def test_the_time_of_a_run_counts_the_validations_that_are_set() -> None:
-    seconds, measured = [], DryRun(10**8, 10**8, 0.5, "cpu", 3.0, None)
+    seconds, measured = [], DryRun(10**8, 10**8, 0.5, "cpu", None)
     for eval_steps in (None, 10**6, 1):
         train = dataclasses.replace(OPEN, eval_steps=eval_steps)
         question = question_of(data(), machine(), read_model_files(EMBEDDED), train, NO_LORA_PINS, valid_tokens=10_000)
@@ -284,7 +284,7 @@ def test_how_much_is_evaluated_follows_from_the_training_and_from_no_clock() -> 
         many, train = data(rows), dataclasses.replace(OPEN, num_epochs=epochs)
         question = question_of(many, machine(), model, train, NO_LORA_PINS, row_count=1000)
         fit = candidates_at(question, 512)[0]
-        plan = recommendation_of(question, fit, DryRun(10**8, 10**8, seconds, "cpu", 3.0, None))
+        plan = recommendation_of(question, fit, DryRun(10**8, 10**8, seconds, "cpu", None))
         assert plan.total_seconds is not None
         assert plan.total_seconds > 1000 / 16 * epochs * seconds
         return plan.test_tokens, plan.answer_tokens, plan.general_tokens

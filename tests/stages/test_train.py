@@ -19,7 +19,7 @@ from safetrain.engine.job import Job, memory_of
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
 
-MEASURED = DryRun(10**8, 10**8, 1.0, "cpu", 3.0, None)
+MEASURED = DryRun(10**8, 10**8, 1.0, "cpu", None)
 PLAN = dataclasses.replace(plan(), verified=True, measured=MEASURED)
 SETTINGS = resolve(OPEN, NO_LORA_PINS, PLAN.settings)
 

@@ -32,7 +32,7 @@ PLAN = Recommendation(
     reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows", "batch_size": "it fits"},
     base="models/tiny", start="", backend="cpu", longest_row=41, largest_update=Shape(4, 40, 120, 60),
     predicted_peak_bytes=2 * GIB, margin_bytes=0, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
-    memory_budget=MemoryBudget(8 * GIB, GIB // 8), measured=DryRun(GIB, GIB, 1.0, "cpu", 3.0, None), verified=True,
+    memory_budget=MemoryBudget(8 * GIB, GIB // 8), measured=DryRun(GIB, GIB, 1.0, "cpu", None), verified=True,
     total_seconds=30.0, disk_bytes=9, test_tokens=4096, answer_tokens=512, general_tokens=2048,
 )  # fmt: skip
 PROOF = Proof(9, 90, 1.0, Likeness(3.0, 1.0, 0.0, 0, 9, 0), Likeness(1.0, 0.0, 1.0, 9, 0, 0), "mlx-lm")

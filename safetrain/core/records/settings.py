@@ -136,7 +136,6 @@ class DryRun:
     footprint_bytes: int  # of the process (core/memory/system.py), loading and validating included
     update_seconds: float  # of an update of mean size
     device: str
-    own_seconds: float  # of the whole dry run, without the start of Python
     own_update: Shape | None  # in the order of the run's seed; None: updates are too slow to make several
     own_peak_bytes: int = 0  # its peak
     threads: int | None = None  # with which updates are fastest on this CPU
