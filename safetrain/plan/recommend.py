@@ -182,7 +182,7 @@ def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: 
     found = {name: 2 ** int(math.log2(max(1, size))) for name, size in sizes.items()}
     part = min(1.0, found["test_tokens"] / test.tokens)
     rows = counted(test.pairs, "test pair") if test.pairs else counted(test.rows, "test row")
-    reasons["test_tokens"] = f"{100 * part:.2g} % of {rows}; evaluate.max_examples sets another number"
+    reasons["test_tokens"] = f"{100 * part:.3g} % of {rows}; evaluate.max_examples sets another number"
     longest = "as many questions as fit with evaluate.max_new_tokens each, at least 32"
     reasons["answer_tokens"] = "32 questions: each token reads the base from disk" if settings.stream_base else longest
     reasons["general_tokens"] = "of the general text, which shows what is forgotten"
