@@ -1,4 +1,4 @@
-"""DPO and ORPO step by step beside TRL's trainers, and what the two ways to compute a pair cost.
+"""DPO and ORPO step by step beside TRL's trainers.
 
     python -m benchmarks.bench_preferences PYTHON     # an interpreter that has trl, torch, transformers, peft, datasets
 
@@ -19,9 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_stream import SHAPES
 from benchmarks.machine import write_result
-from benchmarks.quantized_model import write_quantized_model
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
@@ -171,17 +169,10 @@ def to_the_end(python: str) -> str:
 
 
 def main(python: str) -> None:
-    """Compare with TRL, then measure both ways to compute a pair on the shape of Qwen2.5-0.5B."""
+    """Compare with TRL."""
     load_fast_blas()
     table = [beside_trl(python, method) for method in ("dpo", "orpo")]
     notes = [to_the_end(python), "Losses: ours / TRL's. Differences are relative, the largest of all steps."]
-    with tempfile.TemporaryDirectory() as scratch:
-        base = write_quantized_model(Path(scratch) / "base", **SHAPES["0.5b"])
-        for name, batch in (("both rows in one graph", 2), ("divided, one row at a time", 1)):
-            settings = dataclasses.replace(SETTINGS, method="dpo", dequantize_base=False, batch_size=batch)
-            one = ours(settings, base, pairs_of(200, 60, 4), Path(scratch) / "peft", 2)
-            notes.append(f"Qwen2.5-0.5B's shape, 4 pairs, 2 steps, {name}: {one['seconds']:.1f} s, peak of mlx "
-                         f"{one['mib']:,.0f} MiB; the reference pass {one['reference']:.1f} s.")  # fmt: skip
     header = ["method", "steps", "first loss", "last loss", "loss apart", "gradient norm apart"]
     write_result("bench_preferences", "DPO and ORPO beside TRL", header, table, notes)
 

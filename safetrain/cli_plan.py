@@ -106,6 +106,7 @@ def estimate(
 
     Exit 1: training does not fit. The command reads no weights. The presets are those of model.create.
     """
+    from safetrain.core.records.schema import rows_together
     from safetrain.plan import estimate as estimates
     from safetrain.plan.machine import HERE, machine_to_plan_for
 
@@ -113,7 +114,7 @@ def estimate(
     here = machine_to_plan_for(machine, memory_gb, PROBE)
     run = estimates.estimate_of(
         files, here, rank, num_layers, method=method.value, gradient_checkpointing=recompute,
-        batch_size=batch_size, max_seq_length=tokens,
+        batch_size=max(batch_size, rows_together(method.value)), max_seq_length=tokens,
     )  # fmt: skip
     sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 

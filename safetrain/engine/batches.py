@@ -36,7 +36,7 @@ class BatchLayout:
     most_tokens: int  # of a micro-batch, padding included
     shards: int = 1  # lists per micro-batch, computed in parallel
     rectangles: bool = False  # whether each list is one rectangle of padded rows
-    unit: int = 1  # rows that stay in one list: 2 for pairs whose two rows are computed in one graph
+    unit: int = 1  # rows that stay in one list: 2 for pairs, whose loss needs both rows in one graph
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -45,14 +45,9 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
 
 
 def training_layout(model: BaseModel, batch_size: int, data: TrainRows) -> BatchLayout:
-    """The layout for training on ``batch_size`` of the longest rows at once.
-
-    One row at a time, or a base on disk, divides pairs: their rows are computed one after the other.
-    """
-    inputs, unit = data.inputs(), data.documents.unit
-    longest = width_of(int(inputs.max()), rectangles=not model.packs_rows)
-    unit = unit if batch_size >= unit and model.blocks is None else 1
-    return dataclasses.replace(layout_for(model, batch_size * longest), unit=unit)
+    """The layout for training on ``batch_size`` of the longest rows at once, or on one pair."""
+    unit, longest = data.documents.unit, width_of(int(data.inputs().max()), rectangles=not model.packs_rows)
+    return dataclasses.replace(layout_for(model, max(batch_size, unit) * longest), unit=unit)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class BlockLoop:
                 tell(number, Phase.GRADIENT, None)
                 batches = self.forward(group, key_of, update.share)
                 tell(number, Phase.FORWARD, batches[-1][-1].state)
-                total += self._losses(loss, batches)
+                total += self._losses(loss, batches, update.share)
                 tell(number, Phase.LOSS, total[-1])
                 self._backward(batches, sums)
                 tell(number, Phase.BACKWARD, list(sums.values()))
@@ -79,14 +79,15 @@ class BlockLoop:
     ) -> list[list[Piece]]:
         """Run micro-batches through all blocks; returns the pieces of each micro-batch.
 
-        With ``key_of`` the pieces keep the inputs of trained blocks, and each label weighs ``share``.
+        With ``key_of`` the pieces keep the inputs of trained blocks, and each label weighs ``share``, unless of a pair.
         """
         blocks, begun = self._blocks, list[list[Piece]]()
         for batch in batches:
             begun.append([])
             for shard in batch.shards:
                 state, calls = blocks.noted(functools.partial(through, self._model, shard))
-                own = shard if key_of is None else dataclasses.replace(shard, weights=shard.weights * share)
+                is_plain = key_of is not None and shard.pairs is None
+                own = dataclasses.replace(shard, weights=shard.weights * share) if is_plain else shard
                 begun[-1].append(Piece(own, None if key_of is None else key_of(shard), state, calls))
         with blocks.reading():
             mx.eval([piece.state for pieces in begun for piece in pieces])
@@ -119,7 +120,7 @@ class BlockLoop:
         if group:
             yield group
 
-    def _losses(self, loss: ShardLoss, batches: list[list[Piece]]) -> list[mx.array]:
+    def _losses(self, loss: ShardLoss, batches: list[list[Piece]], share: float) -> list[mx.array]:
         """The summed loss of each micro-batch. Replaces each piece's state, the last output, by its gradient."""
         split, found = self._model.split, list[mx.array]()
         most = max(sum(piece.shard.targets.size for piece in pieces) for pieces in batches)
@@ -127,20 +128,22 @@ class BlockLoop:
         sliced = split if split is not None and split.has_slices and is_small else None
 
         def whole(piece: Piece) -> Any:
-            return mx.value_and_grad(self._tail(loss, piece))(piece.state)
+            return mx.value_and_grad(self._tail(lambda shard: loss(shard, share), piece))(piece.state)
 
         with self._blocks.reading(), loss.one_head() if sliced is None else nullcontext():
             for pieces in batches:
-                pairs = _at_once(whole, pieces) if sliced is None else self._by_slices(sliced, pieces)
-                found.append(mx.stack([value for value, _ in pairs]).sum())
+                own = _at_once(whole, pieces) if sliced is None else self._by_slices(sliced, pieces, loss, share)
+                found.append(mx.stack([value for value, _ in own]).sum())
                 mx.eval(found[-1])
-                for piece, (_, gradient) in zip(pieces, pairs, strict=True):
+                for piece, (_, gradient) in zip(pieces, own, strict=True):
                     piece.state = gradient
         self._blocks.given = {}
         self._blocks.drop(OUTSIDE)
         return found
 
-    def _by_slices(self, split: SplitModel, pieces: list[Piece]) -> list[tuple[mx.array, mx.array]]:
+    def _by_slices(
+        self, split: SplitModel, pieces: list[Piece], loss: ShardLoss, share: float
+    ) -> list[tuple[mx.array, mx.array]]:
         """The loss of each piece, and the gradient of its state; the head is dequantized in slices."""
 
         def at_labels(piece: Piece) -> Callable[[mx.array], mx.array]:
@@ -148,10 +151,15 @@ class BlockLoop:
 
         states = _at_once(lambda piece: at_labels(piece)(piece.state), pieces)
         labels = [(own, piece.shard.targets, piece.shard.weights) for own, piece in zip(states, pieces, strict=True)]
-        losses = sliced_losses(split, labels)
-        given = [(piece, own) for piece, (_, own) in zip(pieces, losses, strict=True)]
+        found = list[tuple[mx.array, mx.array]]()
+        for piece, (total, losses, own) in zip(pieces, sliced_losses(split, labels), strict=True):
+            if (pairs := piece.shard.pairs) is not None:
+                total, factors = mx.value_and_grad(functools.partial(loss.of_pairs, pairs, share=share))(losses)
+                own = (factors[:, None] * own).astype(own.dtype)
+            found.append((total, own))
+        given = [(piece, own) for piece, (_, own) in zip(pieces, found, strict=True)]
         gradients = _at_once(lambda pair: mx.vjp(at_labels(pair[0]), [pair[0].state], [pair[1]])[1][0], given)
-        return [(value, gradient) for (value, _), gradient in zip(losses, gradients, strict=True)]
+        return [(total, gradient) for (total, _), gradient in zip(found, gradients, strict=True)]
 
     def _tail(self, run: Callable[[Shard], mx.array], piece: Piece) -> Callable[[mx.array], mx.array]:
         """``run`` on a piece's shard, as a function of the last block's output."""

@@ -1,6 +1,6 @@
 """Measures a model on rows: loss per label and greedy answers. Nothing is random, nothing is trained."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -24,21 +24,10 @@ def row_losses(
 
     Leaves the model in evaluation mode. ``beat`` is called with each micro-batch before it is computed.
     """
-    batches = in_order(data, layout_for(model, max_tokens))
-    return summed_losses(model, batches, len(data), lambda _, batch: beat(batch))
-
-
-def summed_losses(
-    model: BaseModel, batches: Iterable[MicroBatch], rows: int, beat: Callable[[int, MicroBatch], None]
-) -> np.ndarray:
-    """(rows,) loss in nats, summed over each row's labels; 0 for rows that are not in ``batches``.
-
-    ``beat`` is called with each micro-batch and its number before it is computed.
-    """
     model.module.eval()
-    loss, sums = ShardLoss(model), np.zeros(rows)
-    for number, batch in enumerate(computed(model, batches)):
-        beat(number, batch)
+    loss, sums = ShardLoss(model), np.zeros(len(data))
+    for batch in computed(model, in_order(data, layout_for(model, max_tokens))):
+        beat(batch)
         with loss.one_head():
             label_losses = side_by_side(loss.by_label, batch.shards)
         for shard, losses in zip(batch.shards, label_losses, strict=True):

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
 from safetrain.engine.backend import device
-from safetrain.engine.batches import Shard
+from safetrain.engine.batches import Pairs, Shard
 from safetrain.engine.cpu.kernels import cross_entropy, side_by_side
 from safetrain.engine.layers import Arrays, with_gradient
 from safetrain.engine.model import BaseModel
@@ -43,19 +43,26 @@ class ShardLoss:
         self._shared: Head | None = None
         self._pair_loss = pair_loss
 
-    def __call__(self, shard: Shard) -> mx.array:
-        """The loss of one shard, as a lazy array; its gradient is computed with it, not in a second pass."""
+    def __call__(self, shard: Shard, share: mx.array | float = 1.0) -> mx.array:
+        """The loss of one shard, as a lazy array; its gradient is computed with it, not in a second pass.
+
+        ``share``: the weight of a pair, as ``weights`` are those of labels.
+        """
         split, head = self._model.split, self._shared or self._model.head()
-        if shard.pairs is not None and self._pair_loss is not None:
-            losses = losses_by_label(head, self._chosen(shard), shard.targets, shard.weights, self._chunk())
-            rows = shard.pairs
-            sums = mx.zeros(rows.lengths.shape).at[rows.rows].add(-losses)
-            return self._pair_loss(sums, rows.lengths, rows.references).sum()
         if split is None:
-            return losses_of(head, self._chosen(shard), shard.targets, shard.weights).sum()
-        trained = [split.matrix] if self._trains_head else []
-        loss_of = chunked_loss(split.head_of if trained else lambda: head, chunk_of(split))
-        return loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
+            losses = losses_of(head, self._chosen(shard), shard.targets, shard.weights)
+            total = losses.sum()
+        else:
+            trained = [split.matrix] if self._trains_head else []
+            loss_of = chunked_losses(split.head_of if trained else lambda: head, chunk_of(split))
+            total, losses = loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
+        return total if shard.pairs is None else self.of_pairs(shard.pairs, losses, share)
+
+    def of_pairs(self, pairs: Pairs, losses: mx.array, share: mx.array | float) -> mx.array:
+        """The summed loss of pairs, times ``share``, from the losses of their labels, (labels,)."""
+        assert self._pair_loss is not None
+        sums = mx.zeros(pairs.lengths.shape).at[pairs.rows].add(-losses)
+        return self._pair_loss(sums, pairs.lengths, pairs.references).sum() * share
 
     def by_label(self, shard: Shard) -> mx.array:
         """(labels,) losses of one shard without a gradient, as a lazy array; 0 for padding labels.
@@ -63,7 +70,7 @@ class ShardLoss:
         Computed one chunk after the other, to save memory.
         """
         head, hidden, losses = self._shared or self._model.head(), self._chosen(shard), [mx.zeros(0)]
-        size = self._chunk() or max(1, len(hidden))
+        size = max(1, len(hidden)) if self._model.split is None else chunk_of(self._model.split)
         for start in range(0, len(hidden), size):
             some = slice(start, start + size)
             here = mx.depends([hidden[some]], [losses[-1]])[0]
@@ -74,10 +81,6 @@ class ShardLoss:
         """(labels, features) outputs that predict the labels."""
         outputs = through(self._model, shard)
         return (outputs if self._observe is None else self._observe(outputs))[shard.positions]
-
-    def _chunk(self) -> int:
-        """Labels per chunk of logits; 0 if the model computes all logits at once."""
-        return 0 if self._model.split is None else chunk_of(self._model.split)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -111,65 +114,41 @@ def losses_of(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array
     return mx.fast.cross_entropy(logits, targets) * weights
 
 
-def chunked_loss(head_of: Callable[..., Head], chunk: int) -> Callable[..., mx.array]:
-    """A loss that never holds the logits of more than ``chunk`` tokens.
+def chunked_losses(head_of: Callable[..., Head], chunk: int) -> Callable[..., tuple[mx.array, mx.array]]:
+    """A function for the sum of losses, and the losses, (labels,), that holds the logits of at most ``chunk`` labels.
 
     Its inputs are hidden states (labels, width), targets and weights (labels,), and the arguments of ``head_of``: the
     matrix of a trained head, nothing for a frozen head. The forward pass computes the gradients chunk by chunk, each
     waiting for the chunk before, so nothing is computed twice.
     """
 
-    def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> mx.array:
+    def of_chunk(inputs: list[mx.array], targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         hidden, *trained = inputs
-        return losses_of(head_of(*trained), hidden, targets, weights).sum()
+        losses = losses_of(head_of(*trained), hidden, targets, weights)
+        return losses.sum(), losses
 
     with_gradients = mx.value_and_grad(of_chunk)
 
     def forward(hidden: mx.array, targets: mx.array, weights: mx.array, *trained: mx.array) -> Arrays:
-        total, of_hidden = mx.array(0.0), [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
+        total, losses, of_hidden = mx.array(0.0), [mx.zeros(0)], [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
         of_trained = [mx.zeros(each.shape, mx.float32) for each in trained]
         for start in range(0, hidden.shape[0], chunk):
             some = slice(start, start + chunk)
             here = mx.depends([hidden[some]], [of_hidden[-1], *of_trained])[0] if start else hidden[some]
-            loss, (gradient, *added) = with_gradients([here, *trained], targets[some], weights[some])
-            total, of_hidden = total + loss, [*of_hidden, gradient]
+            (loss, own), (gradient, *added) = with_gradients([here, *trained], targets[some], weights[some])
+            total, losses, of_hidden = total + loss, [*losses, own], [*of_hidden, gradient]
             of_trained = [old + new.astype(mx.float32) for old, new in zip(of_trained, added, strict=True)]
-        return total, mx.concatenate(of_hidden), *of_trained
+        return total, mx.concatenate(losses), mx.concatenate(of_hidden), *of_trained
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         hidden, targets, weights, *trained = primals
-        of_hidden, *of_trained = (
-            (cotangents[0] * gradient).astype(primal.dtype)
-            for gradient, primal in zip(outputs[1:], (hidden, *trained), strict=True)
-        )
+        of_total, of_losses, *_ = cotangents  # a trained head has only a sum
+        of_hidden = ((of_total + of_losses[:, None]) * outputs[2]).astype(hidden.dtype)
+        of_trained = ((of_total * own).astype(each.dtype) for own, each in zip(outputs[3:], trained, strict=True))
         return of_hidden, mx.zeros_like(targets), mx.zeros_like(weights), *of_trained
 
     function = with_gradient(forward, backward)
-    return lambda *arrays: function(*arrays)[0]
-
-
-def losses_by_label(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, chunk: int) -> mx.array:
-    """(labels,) losses whose gradient of ``hidden`` is computed with them, ``chunk`` labels at a time (0: all)."""
-
-    def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        losses = losses_of(head, hidden, targets, weights)
-        return losses.sum(), losses
-
-    def forward(hidden: mx.array, targets: mx.array, weights: mx.array) -> Arrays:
-        losses, gradients = [mx.zeros(0)], [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
-        for start in range(0, hidden.shape[0], chunk or max(1, hidden.shape[0])):
-            some = slice(start, start + (chunk or hidden.shape[0]))
-            here = mx.depends([hidden[some]], [gradients[-1]])[0] if start else hidden[some]
-            (_, own), gradient = mx.value_and_grad(of_chunk)(here, targets[some], weights[some])
-            losses, gradients = [*losses, own], [*gradients, gradient]
-        return mx.concatenate(losses), mx.concatenate(gradients)
-
-    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        gradient = (cotangents[0][:, None] * outputs[1]).astype(primals[0].dtype)
-        return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
-
-    losses: mx.array = with_gradient(forward, backward)(hidden, targets, weights)[0]
-    return losses
+    return lambda *arrays: function(*arrays)[:2]
 
 
 @dataclass(eq=False)
@@ -180,22 +159,24 @@ class _Chunk:
     targets: mx.array
     weights: mx.array
     parts: list[mx.array] = field(default_factory=list)  # logits by slice, later their gradients
-    loss: Any = None
+    total: Any = None
+    losses: Any = None
     gradient: Any = None
 
 
 def _lose(finish: Head, chunk: _Chunk) -> list[mx.array]:
-    """Compute a chunk's loss, and replace its logits by their gradients."""
+    """Compute a chunk's losses, and replace its logits by their gradients."""
 
-    def loss(parts: list[mx.array]) -> mx.array:
-        return losses_of(finish, mx.concatenate(parts, axis=-1), chunk.targets, chunk.weights).sum()
+    def of_parts(parts: list[mx.array]) -> tuple[mx.array, mx.array]:
+        losses = losses_of(finish, mx.concatenate(parts, axis=-1), chunk.targets, chunk.weights)
+        return losses.sum(), losses
 
-    chunk.loss, chunk.parts = mx.value_and_grad(loss)(chunk.parts)
-    return [chunk.loss, *chunk.parts]
+    (chunk.total, chunk.losses), chunk.parts = mx.value_and_grad(of_parts)(chunk.parts)
+    return [chunk.total, chunk.losses, *chunk.parts]
 
 
-def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array]]:
-    """The summed loss of each shard (states, targets and weights), and the gradient of its states.
+def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array, mx.array]]:
+    """Of each shard (states, targets and weights): its summed loss, its losses (labels,), and its states' gradient.
 
     The head is dequantized slice by slice, twice: on a CPU the whole head takes four bytes a weight. The numbers are
     those of ``ShardLoss`` to the bit: the same products, and gradients added in the same order.
@@ -226,7 +207,8 @@ def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.
     zero = mx.array(0.0)
     return [
         (
-            functools.reduce(mx.add, [chunk.loss for chunk in chunks], zero),
+            functools.reduce(mx.add, [chunk.total for chunk in chunks], zero),
+            mx.concatenate([mx.zeros(0), *(chunk.losses for chunk in chunks)]),
             mx.concatenate([shard[0][:0], *(chunk.gradient for chunk in chunks)]),
         )
         for shard, chunks in zip(shards, chunked, strict=True)

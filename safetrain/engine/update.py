@@ -21,12 +21,10 @@ from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Pairs, Shard, Update
 from safetrain.engine.block_loop import BlockLoop
 from safetrain.engine.cpu.kernels import side_by_side
-from safetrain.engine.evaluation import summed_losses
 from safetrain.engine.layers import checkpoint, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel, Blocks, open_base
 from safetrain.engine.pairs import PairLoss
-from safetrain.engine.preferences import factored
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal
 
@@ -132,7 +130,6 @@ class Gradients:
         self._in_float16 = not device().on_cpu and mx.float16 in types
         self._loss = ShardLoss(model, observe=observe, trains_head=whole_model is not None, pair_loss=pair_loss)
         self.pair_loss = pair_loss
-        self._of_rows = None if pair_loss is None else Gradients(model, seed, recorder=recorder, tracer=tracer)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
 
     def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Tree]:
@@ -154,9 +151,6 @@ class Gradients:
 
     def _of(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Tree]:
         """Like ``of``, with loss and gradient times the update's scale."""
-        shards = (shard for batch in update.micro_batches for shard in batch.shards)
-        if self.pair_loss is not None and any(shard.pairs is None for shard in shards):
-            return self._of_divided_pairs(self.pair_loss, update, step, check_stop)
         if self._model.blocks is not None:
             return self._by_blocks(self._model.blocks, update, step, check_stop)
         total, summed, share = mx.array(0.0), None, update.share
@@ -177,21 +171,6 @@ class Gradients:
             self._note(Work(step + 1))
             summed = tree_map(mx.zeros_like, self._model.module.trainable_parameters())
         return total * update.trained_tokens, summed
-
-    def _of_divided_pairs(
-        self, pair_loss: PairLoss, update: Update, step: int, check_stop: Callable[[], None]
-    ) -> tuple[mx.array, Tree]:
-        """Like ``of``, for pairs whose two rows are not in one graph: one more pass without a gradient."""
-
-        def told(number: int, batch: MicroBatch) -> None:
-            check_stop()
-            self._note(work_of(batch, step, number))
-
-        losses = summed_losses(self._model, update.micro_batches, len(update.data), told)
-        loss, weighted = factored(update, pair_loss, -losses)
-        self._model.module.train()
-        assert self._of_rows is not None
-        return mx.array(loss * update.share * update.trained_tokens), self._of_rows._of(weighted, step, check_stop)[1]
 
     def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Tree]:
         """The summed loss of a shard and the gradient of the trainable parameters, as lazy arrays.
@@ -258,8 +237,7 @@ class Gradients:
         model.module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
         model.randomness.key = key
         layout, pairs = PackedRows(offsets, blocks), Pairs(*share_and_pairs[1:]) if share_and_pairs else None
-        loss = self._loss(Shard(inputs, layout, positions, targets, weights, (), None, pairs))
-        loss = loss * share_and_pairs[0] if share_and_pairs else loss
+        loss = self._loss(Shard(inputs, layout, positions, targets, weights, (), None, pairs), *share_and_pairs[:1])
         return loss if self._tracer is None else self._tracer.done(Phase.LOSS, loss)
 
 

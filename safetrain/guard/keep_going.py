@@ -22,7 +22,7 @@ from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, r
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished
-from safetrain.core.records.schema import LOWER_RATE, WHOLE
+from safetrain.core.records.schema import LOWER_RATE, WHOLE, rows_together
 from safetrain.core.records.settings import Recommendation, Rung, TrainJob, TrainSettings
 from safetrain.core.results import is_complete, publish
 from safetrain.core.storage.files import read_or_none, write_record
@@ -209,7 +209,7 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     rounding. While ``loading``, only the base can use less memory.
     """
     size, change = settings.batch_size, replace
-    if size > 1 and not loading:
+    if size > rows_together(settings.method) and not loading:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         accumulation = settings.gradient_accumulation * factor
         return change(settings, batch_size=size // factor, gradient_accumulation=accumulation)

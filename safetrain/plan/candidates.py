@@ -30,7 +30,7 @@ from safetrain.core.memory.terms import WIDTH_STEP, Setup, base_bytes, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine, SplitReport
-from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
+from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train, rows_together
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
@@ -56,7 +56,6 @@ ATTAINED = 0.5  # a training run's share of the speed of a large product (measur
 LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
-DIVIDED_PAIRS_COST = 1.45  # one more pass without a gradient (measured: benchmarks/bench_preferences)
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Estimate(Setup):
     @property
     def micro_batch(self) -> Shape:
         """The largest micro-batch."""
-        rows, rectangles = self.settings.batch_size, in_rectangles(self.model, self.backend)
-        tokens = width_of(self.settings.max_seq_length, rectangles=rectangles)
+        tokens = width_of(self.settings.max_seq_length, rectangles=in_rectangles(self.model, self.backend))
+        rows = max(self.settings.batch_size, rows_together(self.settings.method))
         return self.largest or Shape(rows, tokens, rows * tokens, rows * tokens, max(rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
@@ -264,7 +263,7 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     most = max(1, question.usual_per_update // (train.gradient_accumulation or 1))
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
     if train.method in PAIRED and not train.batch_size:
-        sizes = [size for size in sizes if question.rows_per_update(size) % 2 == 0] or [2 * sizes[-1]]
+        sizes = [size for size in sizes if size > 1 and question.rows_per_update(size) % 2 == 0] or [2]
     dequantizing = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
@@ -273,7 +272,8 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
     for (checkpointing, dequantize), size in itertools.product(modes, sizes):
         rows = question.rows_per_update(size)
-        shape = largest_micro_batch(question.largest(length, rows), size, rows, rectangles=rectangles)
+        together = max(size, rows_together(train.method))
+        shape = largest_micro_batch(question.largest(length, rows), together, rows, rectangles=rectangles)
         fit = run.but(
             dequantize_base=dequantize, gradient_checkpointing=checkpointing, stream_base=stream, batch_size=size,
             gradient_accumulation=rows // size, max_seq_length=length,
@@ -298,9 +298,7 @@ def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     tokens = mean_tokens * max(1.0, min(fit.micro_batch.tokens / mean_tokens, settings.rows_per_update))
     fixed = FIXED_TOKENS.get(fit.backend, 0)
     fixed += (2 + settings.gradient_checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
-    cost = (RECOMPUTED_COST if settings.gradient_checkpointing else 1.0) + fixed / tokens
-    is_divided = settings.method in PAIRED and (settings.batch_size == 1 or settings.stream_base)
-    return cost * (DIVIDED_PAIRS_COST if is_divided else 1.0)
+    return (RECOMPUTED_COST if settings.gradient_checkpointing else 1.0) + fixed / tokens
 
 
 def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:
@@ -350,7 +348,7 @@ def what_would_fit(run: Estimate) -> list[str]:
 def _smaller(run: Estimate) -> Iterator[tuple[str, int | str]]:
     """Yield settings that need less memory: key and value; those that only cost time come first."""
     settings, rows = run.settings, run.settings.batch_size
-    while rows > 1:
+    while rows > rows_together(settings.method):
         rows //= 2
         yield "batch_size", rows
     if settings.dequantize_base and run.model.quantization_bits is not None:

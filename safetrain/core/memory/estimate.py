@@ -35,7 +35,7 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.model.shapes import FAMILIES
-from safetrain.core.records.schema import PRETRAIN, WHOLE
+from safetrain.core.records.schema import PRETRAIN, WHOLE, rows_together
 from safetrain.core.records.settings import MemoryTerm, Recommendation, Shape, TrainSettings
 
 # The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
@@ -261,7 +261,8 @@ def require_fit(memory: RunMemory, settings: TrainSettings, largest: Shape, budg
 
 def _largest_of(model: ModelFiles, settings: TrainSettings, largest: Shape, backend_name: str) -> tuple[Setup, Shape]:
     rectangles = in_rectangles(model, backend_name)
-    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update, rectangles=rectangles)
+    together = max(settings.batch_size, rows_together(settings.method))
+    shape = largest_micro_batch(largest, together, settings.rows_per_update, rectangles=rectangles)
     return Setup(model, settings, backend_name), shape
 
 

@@ -17,6 +17,11 @@ OF_START = ("rank", "scale", "num_layers", "targets")  # of lora: what the adapt
 RANGE, CHOICES = "range", "choices"
 
 
+def rows_together(method: str) -> int:
+    """The fewest rows in a micro-batch: the loss of a pair needs both of its rows."""
+    return 2 if method in PAIRED else 1
+
+
 def number(**limits: float) -> Any:
     """A numeric key with its range: at_least, above and at_most."""
     return field(metadata={RANGE: limits})
