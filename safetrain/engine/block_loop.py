@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from safetrain.core.memory.terms import KEPT_BYTES, slices_head
 from safetrain.core.recorder import Phase
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.cpu.kernels import side_by_side
+from safetrain.engine.layers import Trained
 from safetrain.engine.loss import ShardLoss, sliced_losses, through
 from safetrain.engine.model import OUTSIDE, BaseModel, Blocks, Call
 from safetrain.engine.upstream.adaptation import SplitModel
@@ -45,13 +45,14 @@ class BlockLoop:
 
     def __init__(self, model: BaseModel, blocks: Blocks) -> None:
         self._model, self._blocks = model, blocks
-        trained = (bool(tree_flatten(part.trainable_parameters())) for part in blocks.parts)
-        self.lowest = next((number for number, is_trained in enumerate(trained) if is_trained), len(blocks.parts))
+        self._trained = [Trained(part) for part in blocks.parts]
+        trained = (number for number, part in enumerate(self._trained) if part.arrays())
+        self.lowest = next(trained, len(blocks.parts))
 
     def gradient(
         self, loss: ShardLoss, update: Update, key_of: Callable[[Shard], mx.array], tell: Told
-    ) -> tuple[mx.array, Any]:
-        """Summed loss of an update, and the gradient of its mean loss per label, as a tree of the trained parameters.
+    ) -> tuple[mx.array, dict[str, mx.array]]:
+        """Summed loss of an update, and the gradient of its mean loss per label, by the name of the trained array.
 
         ``tell`` is called after each phase, and with GRADIENT before each group (values: None) and block (values: ()).
         """
@@ -70,8 +71,8 @@ class BlockLoop:
         finally:
             self._blocks.pulse = before
         self._blocks.require_unchanged()
-        trained = self._model.module.trainable_parameters()
-        gradient = tree_map_with_path(lambda name, own: sums[name] if total else mx.zeros_like(own), trained)
+        trained = self._model.trained.arrays()
+        gradient = {name: sums[name] if total else mx.zeros_like(own) for name, own in trained.items()}
         return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.trained_tokens, gradient
 
     def forward(
@@ -174,36 +175,33 @@ class BlockLoop:
         """Add the gradients of all pieces to ``sums``, by name, block by block from the last one down."""
         blocks, prefixes = self._blocks, {id(part): name for name, part in self._model.module.named_modules()}
         for number in reversed(range(self.lowest, len(blocks.parts))):
-            part = blocks.parts[number]
-            names = [name for name, _ in tree_flatten(part.trainable_parameters())]
+            trained, prefix = self._trained[number], prefixes[id(blocks.parts[number])]
             with blocks.at_hand(number, number - 1 if number > self.lowest else None):
                 for pieces in batches:
-                    results = _at_once(functools.partial(self._gradients, number, names), pieces)
+                    results = _at_once(functools.partial(self._gradients, number, trained), pieces)
                     for piece, (state, *_) in zip(pieces, results, strict=True):
                         piece.state = state
                         piece.inputs.pop()
-                    for place, name in enumerate(names, 1):
+                    for place, name in enumerate(trained.arrays(), 1):
                         own = functools.reduce(mx.add, [result[place] for result in results])
-                        full = f"{prefixes[id(part)]}.{name}"
+                        full = f"{prefix}.{name}"
                         sums[full] = sums[full] + own if full in sums else own
                     mx.eval(sums)
                     del results, own
 
-    def _gradients(self, number: int, names: list[str], piece: Piece) -> list[mx.array]:
-        """The gradients of a block's input and of its parameters ``names``, as lazy arrays."""
-        part = self._blocks.parts[number]
-        trained = part.trainable_parameters()
+    def _gradients(self, number: int, trained: Trained, piece: Piece) -> list[mx.array]:
+        """The gradients of a block's input and of its trained arrays, as lazy arrays."""
+        before = trained.arrays()
         self._model.randomness.key = piece.key
 
         def compute(state: mx.array, *arrays: mx.array) -> list[mx.array]:
-            part.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+            trained.put(dict(zip(before, arrays, strict=True)))
             return [self._blocks.compute(number, state, piece.calls[number])]
 
         try:
-            values = [piece.inputs[-1], *(value for _, value in tree_flatten(trained))]
-            return mx.vjp(compute, values, [piece.state])[1]
+            return mx.vjp(compute, [piece.inputs[-1], *before.values()], [piece.state])[1]
         finally:
-            part.update(trained)  # tracing leaves placeholders behind
+            trained.put(before)  # tracing leaves placeholders behind
 
 
 def _at_once(compute: Callable[[Given], Any], each: Sequence[Given]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
@@ -19,6 +19,32 @@ from safetrain.core.memory.terms import FLOAT32
 ALL = slice(None)
 SLICE_BYTES = 2**22  # of a slice of a weight's rows, in float32
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
+
+
+class Trained:
+    """The trained arrays of a module, by name. They are listed once: walking through a large model takes long."""
+
+    def __init__(self, module: Any) -> None:
+        parents = ((name, *name.rpartition(".")) for name, _ in tree_flatten(module.trainable_parameters()))
+        self._places = {name: (part_at(module, owner) if owner else module, key) for name, owner, _, key in parents}
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, mx.array]:
+        """The arrays as they are now: all, or those of some ``names``."""
+        places = ((name, *self._places[name]) for name in names or self._places)
+        return {name: part[key] for name, part, key in places}
+
+    def put(self, arrays: Mapping[str, mx.array]) -> None:
+        """Replace some or all of them."""
+        for name, array in arrays.items():
+            part, key = self._places[name]
+            part[key] = array
+
+
+def part_at(tree: Any, name: str) -> Any:
+    """The part of a tree or module at a dotted name."""
+    for key in name.split("."):
+        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+    return tree
 
 
 class Randomness:
@@ -109,20 +135,20 @@ def checkpoint(block: Any) -> None:
             return kind.__call__(self, *args, **kwargs)
         call_arguments, results = (args, kwargs), []
         _require_no_carrier(kind.__name__, call_arguments)
-        names = [name for name, _ in tree_flatten(self.trainable_parameters())]
-        values = [value for _, value in tree_flatten(self.trainable_parameters())]
+        values = trained.arrays()
 
         def compute(*arrays: mx.array) -> list[mx.array]:
-            self.update(tree_unflatten(list(zip(names, arrays, strict=False))))
-            positional, keywords = _with_floats(call_arguments, arrays[len(names) :])
+            trained.put(dict(zip(values, arrays, strict=False)))
+            positional, keywords = _with_floats(call_arguments, arrays[len(values) :])
             results.append(kind.__call__(self, *positional, **keywords))
             return _floats_in(results[-1])
 
         # every array is an explicit input or output: arrays in a closure get no gradient
-        outputs = recomputed(compute, len(values))(*values, *_floats_in(call_arguments))
-        self.update(tree_unflatten(list(zip(names, values, strict=True))))
+        outputs = recomputed(compute, len(values))(*values.values(), *_floats_in(call_arguments))
+        trained.put(values)
         return _with_floats(results[0], outputs)
 
+    trained = Trained(block)
     give(block, {"__call__": call, "recomputes": True})
 
 

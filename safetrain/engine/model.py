@@ -26,7 +26,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads, cores
-from safetrain.engine.layers import Randomness, give, inputs_of
+from safetrain.engine.layers import Randomness, Trained, give, inputs_of
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.adaptation import (
     Head,
@@ -266,6 +266,11 @@ class BaseModel:
         sizes = [len(part.weight) * inputs_of(part) for part in parts if part.weight.ndim == 2]
         is_large = max(rows, ROWS_AS_SLOW) * sum(sizes) > LEAST_SHARED * len(sizes)
         return blas_threads(1 if is_large else cores())
+
+    @functools.cached_property
+    def trained(self) -> Trained:
+        """The trained arrays; use it after they have been made trainable."""
+        return Trained(self.module)
 
     @functools.cached_property
     def continues_padded(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.schema import PRETRAIN
@@ -22,6 +22,7 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads
 from safetrain.engine.cpu.kernels import on_stream, streams_of
+from safetrain.engine.layers import Trained, part_at
 from safetrain.engine.model import BaseModel
 
 MOMENTUM = 0.9  # of SGD
@@ -30,7 +31,7 @@ FLOOR = 0.1  # final share of the peak learning rate in cosine, linear and wsd
 BETAS, EPSILON = [0.9, 0.95], 1e-8  # usual for pretraining (arXiv 2005.14165, appendix B)
 ADAMW_LENGTH = 0.2  # root mean square of AdamW's changes, in units of the learning rate (arXiv 2502.16982)
 DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
-Tree = Any  # of arrays, shaped like the trainable parameters: their gradients, optimizer state
+Tree = Any  # of arrays, shaped like the trainable parameters
 Arrays = list[mx.array]
 
 
@@ -43,6 +44,7 @@ class BlockOptimizer:
     def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False) -> None:
         self._mlx = mlx_optimizer
         self._of_block: Callable[..., Any] = mx.compile(self._pure) if compiled else self._pure
+        self._states = dict[str, dict[str, mx.array]]()  # parts of the state that have been used, by name
 
     @property
     def state(self) -> Tree:
@@ -51,24 +53,27 @@ class BlockOptimizer:
 
     @state.setter
     def state(self, state: Tree) -> None:
-        self._mlx.state = state
+        self._mlx.state, self._states = state, {}
 
     def init(self, parameters: Tree) -> None:
         """Create new optimizer state for ``parameters``; call before the first update."""
         self._mlx.init(parameters)
+        self._states = {}
 
-    def update(self, module: Any, gradient: Tree, rate: float, scale: float) -> None:
-        """Update the module's parameters with the gradient times ``scale``, at learning rate ``rate``."""
+    def update(self, trained: Trained, gradient: Tree, rate: float, scale: float) -> None:
+        """Update the trained arrays with the gradient times ``scale``, at learning rate ``rate``."""
         step, now, evaluate = self._mlx.step + 1, mx.array(rate), mx.eval if device().on_cpu else mx.async_eval
         with blas_threads(device().shards):
             for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
                 names, gradients = zip(*block, strict=True)
-                old = [part_at(module, name) for name in names], [dict(part_at(self.state, name)) for name in names]
+                own = [self._states.get(name) or part_at(self.state, name) for name in names]
+                self._states |= zip(names, own, strict=True)
+                old = list(trained.arrays(names).values()), [dict(state) for state in own]
                 new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
                 del old  # so that mlx can reuse their memory
-                for name, values in zip(names, states, strict=True):
-                    part_at(self.state, name).update(values)
-                module.update(tree_unflatten(list(zip(names, new, strict=True))))
+                for state, values in zip(own, states, strict=True):
+                    state.update(values)
+                trained.put(dict(zip(names, new, strict=True)))
                 evaluate(new, states)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
@@ -90,7 +95,7 @@ def apply_gradient(
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    optimizer.update(model.module, gradient, rate, scale)
+    optimizer.update(model.trained, gradient, rate, scale)
 
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
@@ -165,10 +170,3 @@ def block_of(name: str) -> str:
     """The beginning of a parameter's name, up to its block's number; empty outside of blocks."""
     match = BLOCK.match(name)
     return match[0] if match else ""
-
-
-def part_at(tree: Tree, name: str) -> Any:
-    """The part of a tree or module at a dotted name."""
-    for key in name.split("."):
-        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
-    return tree

@@ -33,7 +33,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.state import TrainState
-from safetrain.engine.update import Tree
+from safetrain.engine.update import Gradient
 
 MESSAGE_BYTES = 64 * 2**20  # larger data is split
 FACTS_BYTES = 2048  # of what ranks compare, as JSON
@@ -77,13 +77,13 @@ class Ranks:
         self.stop = int(max(stops))
         return [sum(column) for column in columns]
 
-    def sum_gradient(self, gradient: Tree, step: int) -> Tree:
+    def sum_gradient(self, gradient: Gradient, step: int) -> Gradient:
         """Sum gradients over all ranks, with the same bits on each; small arrays share a message."""
         with self._exchange(step):
             wide = tree_map(lambda array: array.astype(mx.float32), gradient)
             sums = tree_map(lambda array: array * self.size, nn.average_gradients(wide, self._group, MESSAGE_BYTES))
             mx.eval(sums)
-        return sums
+        return dict(tree_flatten(sums))
 
     def broadcast(self, content: bytes) -> bytes:
         """Send bytes from rank 0 to all ranks."""

@@ -6,12 +6,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from safetrain.core.data.training_rows import Cursor
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.terms import MOST_SHARDS, most_shards_of_whole
@@ -23,7 +24,7 @@ from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
 from safetrain.core.storage.paths import UNFINISHED
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device, set_limits
-from safetrain.engine.batches import BatchLayout, MicroBatch, training_layout
+from safetrain.engine.batches import BatchLayout, MicroBatch, Update, training_layout
 from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
@@ -69,6 +70,7 @@ class TrainingRun:
     tracer: Tracer | None
     ranks: Ranks
     saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
+    ahead: dict[tuple[Cursor, BatchLayout], Update] = field(default_factory=dict)  # the next update, already built
 
     def stop(self) -> int:
         """The signal that requests a stop, or 0. With several ranks: the one that all ranks agreed on."""

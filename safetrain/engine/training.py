@@ -89,7 +89,8 @@ def _train_steps(run: TrainingRun) -> None:
         if stop:
             raise run.interrupted()
         try:
-            make_update(run, update_of(run, state.cursor), _rate_after(run, state.step))
+            began = time.perf_counter()
+            make_update(run, update_of(run, state.cursor), _rate_after(run, state.step), began)
         except RuntimeError as error:  # such as a GPU without memory
             do = "if memory ran out, lower train.batch_size or train.max_seq_length; saved checkpoints are kept"
             raise EngineError(f"mlx failed at step {state.step + 1}: {error}", do=do) from error
@@ -102,19 +103,32 @@ def _rate_after(run: TrainingRun, step: int) -> float:
 
 
 def update_of(run: TrainingRun, cursor: Cursor) -> Update:
-    """The update at a place in the data, or this rank's part of it."""
-    data, settings, ranks = run.job.rows.train, run.job.settings, run.ranks
-    return update_at(data, cursor, settings.seed, settings.rows_per_update, run.layout, ranks.rank, ranks.size)
+    """The update at a place in the data, or this rank's part of it, unless it is built already."""
+    settings, layout, ranks = run.job.settings, run.layout, run.ranks
+    if (update := run.ahead.pop((cursor, layout), None)) is not None:
+        return update
+    return update_at(
+        run.job.rows.train, cursor, settings.seed, settings.rows_per_update, layout, ranks.rank, ranks.size
+    )
 
 
-def make_update(run: TrainingRun, update: Update, rate: float) -> None:
-    """Compute one update, apply it and count it. Raises BadUpdateError if ``fault_in`` finds a fault."""
-    began, state, settings, recorder = time.perf_counter(), run.state, run.job.settings, run.watcher.recorder
-    step = state.step + 1
-    run.model.module.train()
+def make_update(run: TrainingRun, update: Update, rate: float, began: float) -> None:
+    """Compute one update, apply it and count it with the seconds since ``began``; meanwhile build the next one.
+
+    Raises BadUpdateError if ``fault_in`` finds a fault.
+    """
+    state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
+    step, cursor = state.step + 1, advance(state.cursor, len(run.job.rows.train), settings.rows_per_update)
+
+    def build_next() -> None:
+        run.ahead = {(cursor, run.layout): update_of(run, cursor)} if step < run.job.updates else {}
+
+    if not run.model.module.training:  # walking through a large model takes long
+        run.model.module.train()
     mx.reset_peak_memory()
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
-    summed_loss, norm = measure(loss, gradient)
+    summed_loss, norm = measure(loss, {} if run.ranks.together else gradient, build_next)
+    mx.eval(gradient)
     labels = max(1, update.trained_tokens)  # 0 in fully masked windows
     recorder.loss = summed_loss / labels
     recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
@@ -131,6 +145,7 @@ def make_update(run: TrainingRun, update: Update, rate: float) -> None:
         tracer = run.tracer
         with recorder.phase(Phase.OPTIMIZER, Work(step)) if tracer is None else tracer.optimizer(step):
             apply_gradient(run.model, run.optimizer, gradient, norm, rate, settings.max_grad_norm)
+    state.cursor = cursor
     _count(run, update, summed_loss, norm, time.perf_counter() - began)
 
 
@@ -138,7 +153,6 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     """Add one update to the state's totals."""
     state = run.state
     state.step += 1
-    state.cursor = advance(state.cursor, len(run.job.rows.train), run.job.settings.rows_per_update)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens

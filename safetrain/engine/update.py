@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_reduce
+from mlx.utils import tree_flatten, tree_map
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted
@@ -30,7 +30,7 @@ from safetrain.engine.upstream.loading import training_refusal
 
 LIGHTEST = 64  # in float16 a label weighs about 1/64: more may overflow, less underflows (arXiv 1710.03740)
 FOLLOWING = {Phase.FORWARD: Phase.LOSS, Phase.LOSS: Phase.BACKWARD}  # of the traced phases
-Tree = Any  # of arrays, shaped like the trainable parameters: their gradients, optimizer state
+Gradient = dict[str, mx.array]  # of each trained array, by its name
 
 
 class Tracer:
@@ -132,7 +132,7 @@ class Gradients:
         self.pair_loss = pair_loss
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
 
-    def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Tree]:
+    def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
 
         In preference training it is the mean per pair, and the loss is that mean times the labels. ``check_stop`` is
@@ -149,7 +149,7 @@ class Gradients:
         loss, gradient = self._of(dataclasses.replace(update, scale=scale), step, check_stop)
         return loss / scale, tree_map(lambda part: part / scale, gradient)
 
-    def _of(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Tree]:
+    def _of(self, update: Update, step: int, check_stop: Callable[[], None]) -> tuple[mx.array, Gradient]:
         """Like ``of``, with loss and gradient times the update's scale."""
         if self._model.blocks is not None:
             return self._by_blocks(self._model.blocks, update, step, check_stop)
@@ -169,27 +169,26 @@ class Gradients:
             total, summed = loss, gradient
         if summed is None:  # a rank without rows in this update
             self._note(Work(step + 1))
-            summed = tree_map(mx.zeros_like, self._model.module.trainable_parameters())
+            summed = tree_map(mx.zeros_like, self._model.trained.arrays())
         return total * update.trained_tokens, summed
 
-    def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Tree]:
-        """The summed loss of a shard and the gradient of the trainable parameters, as lazy arrays.
+    def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+        """The summed loss of a shard and its gradient, as lazy arrays.
 
         ``share``: weight of each label, or pair, in the sum; 1 / labels of the update gives the mean.
         """
-        module, layout, pairs = self._model.module, shard.layout, shard.pairs
-        parameters = module.trainable_parameters()
+        layout, pairs, parameters = shard.layout, shard.pairs, self._model.trained.arrays()
         weights = shard.weights if pairs is not None else shard.weights * share
         arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, key]
         arrays += [] if pairs is None else [mx.array(share), pairs.rows, pairs.lengths, pairs.references]
         try:
             return self._program(layout.blocks)(parameters, *arrays)
         finally:
-            module.update(parameters)  # tracing leaves placeholders behind
+            self._model.trained.put(parameters)  # tracing leaves placeholders behind
 
     def _by_blocks(
         self, blocks: Blocks, update: Update, step: int, check_stop: Callable[[], None]
-    ) -> tuple[mx.array, Tree]:
+    ) -> tuple[mx.array, Gradient]:
         """Like ``of``, for a base on disk."""
 
         def tell(number: int, phase: Phase, values: Any) -> None:
@@ -208,7 +207,7 @@ class Gradients:
         if self._recorder is not None:
             self._recorder.write(Phase.GRADIENT, Edge.BEFORE, work)
 
-    def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Tree]:
+    def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
         """Summed loss and gradient of a micro-batch: all its shards through the whole model."""
 
         def of_shard(shard: Shard) -> Any:
@@ -231,10 +230,10 @@ class Gradients:
         program = mx.value_and_grad(functools.partial(self._summed_loss, blocks))
         return self.programs.setdefault(blocks, mx.compile(program)) if self.compiles else program
 
-    def _summed_loss(self, blocks: tuple[Block, ...], parameters: Tree, *arrays: mx.array) -> mx.array:
+    def _summed_loss(self, blocks: tuple[Block, ...], parameters: Gradient, *arrays: mx.array) -> mx.array:
         inputs, offsets, positions, targets, weights, key, *share_and_pairs = arrays
         model, dtype = self._model, self._dtype
-        model.module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
+        model.trained.put(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
         model.randomness.key = key
         layout, pairs = PackedRows(offsets, blocks), Pairs(*share_and_pairs[1:]) if share_and_pairs else None
         loss = self._loss(Shard(inputs, layout, positions, targets, weights, (), None, pairs), *share_and_pairs[:1])
@@ -253,8 +252,22 @@ def last_work_of(update: Update, step: int) -> Work:
     return work_of(update.micro_batches[last], step, last) if update.micro_batches else Work(step + 1)
 
 
-def measure(loss: mx.array, gradient: Tree) -> tuple[float, float]:
-    """Wait for the summed loss and the gradient's norm: the one synchronisation of an update."""
-    norm = mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
-    mx.eval(loss, norm)
+def measure(loss: mx.array, gradient: Gradient, meanwhile: Callable[[], None] = lambda: None) -> tuple[float, float]:
+    """Wait for the summed loss and the gradient's norm: the one synchronisation of an update.
+
+    ``meanwhile`` is called before, so that a GPU computes at the same time.
+    """
+    norm = (_norm if device().on_cpu else _compiled_norm())(list(gradient.values()))
+    mx.async_eval(loss, norm)
+    meanwhile()
     return float(np.array(loss)), float(np.array(norm))
+
+
+def _norm(gradient: list[mx.array]) -> mx.array:
+    return mx.sqrt(functools.reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
+
+
+@functools.cache
+def _compiled_norm() -> Callable[[list[mx.array]], mx.array]:
+    """One program in place of a thousand small kernels."""
+    return mx.compile(_norm)

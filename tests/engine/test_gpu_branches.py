@@ -153,9 +153,9 @@ def test_float16_keeps_the_gradient_of_an_update_with_many_labels(
         longer = dataclasses.replace(update, trained_tokens=labels, pairs=labels // 16 if method == "orpo" else 0)
         loss, gradient = gradients.of(longer, 3)
         found.append((float(np.array(loss)), flat(gradient)))
-    for loss_in_float16, gradient in found[1:]:
+    for loss_in_float16, vector in found[1:]:
         assert loss_in_float16 == pytest.approx(found[0][0], rel=0.01)
-        assert distance(gradient, found[0][1]) < 0.01
+        assert distance(vector, found[0][1]) < 0.01
 
 
 @pytest.mark.parametrize("bits", [4, None])

@@ -226,9 +226,17 @@ class TokenWindows:
         return UpdateRows(pieces, pieces.by_length.tolist())
 
     def pieces(self, windows: Sequence[int] | np.ndarray) -> TokenRows:
-        """Divide windows into rows; each has the number of its document."""
-        begins, ends, numbers = np.concatenate([self._pieces_of(int(window)) for window in windows], axis=1)
-        ids, trained = self.documents.ids, self.documents.trained
+        """Divide windows into rows, each with the number of its document. Each window is read once."""
+        places, read, start = list[np.ndarray](), list[tuple[np.ndarray, np.ndarray]](), 0
+        for window in windows:
+            begin = self._first + int(window) * self.tokens
+            stop = min(begin + self.tokens, self._last) + 1
+            read.append((self.documents.ids[begin:stop], self.documents.trained[begin:stop]))
+            begins, ends, numbers = self._pieces_of(begin, stop, read[-1][0])
+            places.append(np.stack([begins + start - begin, ends + start - begin, numbers]))
+            start += stop - begin
+        begins, ends, numbers = np.concatenate(places, axis=1)
+        ids, trained = map(np.concatenate, zip(*read, strict=True))
         labels = [np.count_nonzero(trained[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)]
         return TokenRows(ids, trained, begins, ends - begins, np.array(labels, dtype=np.int32), numbers)
 
@@ -236,15 +244,16 @@ class TokenWindows:
         """The pieces of evenly spaced windows with at most ``most_tokens`` tokens in all; at least one window."""
         return self.pieces(evenly_spaced(max(1, most_tokens // self.tokens), len(self)))
 
-    def _pieces_of(self, window: int) -> np.ndarray:
-        """Begin and end of each piece (its last token is only predicted), and its document's number; (3, pieces)."""
-        begin = self._first + window * self.tokens
-        last = min(begin + self.tokens, self._last)  # index of the last predicted token
-        first, stop = np.searchsorted(self.documents.starts, (begin, last), side="right")
-        borders = self.documents.starts[first:stop]  # between documents
-        are_closed = np.isin(self.documents.ids[begin:last][borders - 1 - begin], self._end_ids)
-        begins, ends = np.append(begin, borders - are_closed), np.append(borders, last + 1)
-        return np.stack([begins, ends, np.arange(first - 1, stop)])[:, ends - begins > 1]
+    def _pieces_of(self, begin: int, stop: int, ids: np.ndarray) -> np.ndarray:
+        """Begin and end of each piece of a window with these ``ids``, and its document's number; (3, pieces).
+
+        The last token of a piece is only predicted.
+        """
+        first, last = np.searchsorted(self.documents.starts, (begin, stop - 1), side="right")
+        borders = self.documents.starts[first:last]  # between documents
+        are_closed = np.isin(ids[borders - 1 - begin], self._end_ids)
+        begins, ends = np.append(begin, borders - are_closed), np.append(borders, stop)
+        return np.stack([begins, ends, np.arange(first - 1, last)])[:, ends - begins > 1]
 
 
 TrainRows = TokenRows | TokenWindows
