@@ -3,9 +3,9 @@
     python -m benchmarks.bench_stream [MODEL TOKENS [MODE …]]
 
 Random 4-bit weights in the shapes of published models; rank 8 on all linear layers of all blocks; one micro-batch of
-one row; gradient, optimizer step and saving of adapter and moments. Each measurement is a process of its own. Before
-each, the model's files leave the page cache. With arguments, e.g. 7b 64 disk, only that is run, and the table is only
-printed. TMPDIR should be on a disk.
+one row, with "disk, two ranks" one in each; gradient, optimizer step and saving of adapter and moments. Each
+measurement is a process of its own. Before each, the model's files leave the page cache. With arguments, e.g. 7b 64
+disk, only that is run, and the table is only printed. TMPDIR should be on a disk.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Shape, TrainSettings
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import load_fast_blas
+from safetrain.guard.ranks import cores_of_each, free_ports
 from tests.support.settings import SETTINGS
 
 QWEN: dict[str, Any] = {"model_type": "qwen2", "head_dim": 64, "max_position_embeddings": 32768, "vocab_size": 151_936}
@@ -47,6 +48,7 @@ CASES = (("0.5b", 256), ("7b, 4 of 32 blocks", 64))
 MIB, SPARE_BYTES = 2**20, 700 * 2**20  # private memory outside of mlx: Python, libraries, arenas of malloc
 PROMISED_GIB = {("32b", 256): 4.0}  # a hard limit that was asked for
 MODES, IN_TURN = ("memory", "memory, recomputed", "disk"), "disk, blocks read when needed"
+RANKED = "disk, two ranks"  # on this machine, each with a row
 
 
 def settings_of(folder: Path, mode: str) -> TrainSettings:
@@ -78,13 +80,16 @@ def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     from mlx.utils import tree_flatten
 
     from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.data.training_rows import Cursor
     from safetrain.engine.adapters import set_adapter_weights
-    from safetrain.engine.batches import BatchLayout, update_of_rows
+    from safetrain.engine.batches import BatchLayout, update_at
     from safetrain.engine.model import Blocks
     from safetrain.engine.optimizer import apply_gradient, optimizer_of
+    from safetrain.engine.ranks import ALONE, join
     from safetrain.engine.update import measure, prepare
     from safetrain.engine.weight_files import save_arrays
 
+    ranks = join("ring") if mode == RANKED else ALONE
     mx.set_memory_limit(limit)
     if mode == IN_TURN:
         at_hand = Blocks.at_hand
@@ -99,11 +104,14 @@ def step(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.trainable_parameters(), optimizer.state)
     model.module.train()
-    ids = np.random.default_rng(5).integers(5, 2048, tokens + 1).tolist()
-    update = update_of_rows(TokenRows.of([token_row(ids, [True] * len(ids))]), [[0]], BatchLayout(tokens))
+    draw = np.random.default_rng(5)
+    data = TokenRows.of([token_row(draw.integers(5, 2048, tokens + 1).tolist(), [True] * (tokens + 1))] * ranks.size)
+    update = update_at(data, Cursor(0, 0), 0, ranks.size, BatchLayout(tokens), ranks.rank, ranks.size)
     before, began, worked = read_so_far(), time.perf_counter(), time.process_time()
     loss, gradient = gradients.of(update, 0)
+    gradient = ranks.sum_gradient(gradient, 0) if ranks.together else gradient
     summed, norm = measure(loss, gradient)
+    summed = ranks.total(0, 0, summed)[0] if ranks.together else summed
     read, digest = read_so_far() - before, hashlib.sha256(repr(summed).encode())
     for _, array in tree_flatten(gradient):
         digest.update(np.array(array).tobytes())
@@ -125,16 +133,24 @@ def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def measured(folder: Path, name: str, mode: str, tokens: int) -> dict[str, Any]:
-    """The step in a process of its own."""
+def measured(folder: Path, name: str, mode: str, tokens: int) -> list[dict[str, Any]]:
+    """The step in a process of its own, or in one for each rank."""
     os.sync()
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             if sys.platform == "linux":  # macOS has none
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", "benchmarks.bench_stream", "--step", str(folder), name, mode, str(tokens)]
-    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return result
+    if mode != RANKED:
+        return [json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)]
+    hosts = folder.with_name("hosts.json")
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    environment = {**os.environ, **cores_of_each(2), "MLX_HOSTFILE": str(hosts)}
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env={**environment, "MLX_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    return [json.loads(rank.communicate()[0]) for rank in ranks]
 
 
 def main(arguments: list[str]) -> None:
@@ -149,8 +165,8 @@ def main(arguments: list[str]) -> None:
     for name, tokens in cases:
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_quantized_model(Path(scratch) / "model", **SHAPES[name])
-            for mode in arguments[2:] or MODES:
-                one = measured(folder, name, mode, tokens)
+            measures = ((mode, one) for mode in arguments[2:] or MODES for one in measured(folder, name, mode, tokens))
+            for mode, one in measures:
                 limit = f"{one['limit']:,.0f}" if mode.startswith("disk") else "none"
                 table.append([
                     name, tokens, mode, one["bits"], f"{one['process']:,}",

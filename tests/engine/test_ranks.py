@@ -23,11 +23,11 @@ from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.engine.test_training import final_state, read_arrays
 from tests.support.random_models import TINY, build_model
-from tests.support.rank_child import goes_on, gradient, pretraining, training
+from tests.support.rank_child import goes_on, gradient, on_disk, pretraining, training
 
 SECONDS = 240
 THREE = ("gradient", "is_bad", "differs", "drifts")
-TWO = ("gradient", "training", "pretraining", "broken", "stops", "dies")
+TWO = ("gradient", "training", "on_disk", "pretraining", "broken", "stops", "dies")
 Read = Callable[[str, int], list[dict[str, Any]]]
 
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("ranks")
     build_model(found / "model", bits=4, **TINY)
     build_model(found / "float", **TINY)
-    for made in (gradient, training, pretraining):
+    for made in (gradient, training, on_disk, pretraining):
         (found / f"{made.__name__}_1_0.json").write_text(json.dumps(made(ALONE, found)))
     assert start(found, 3, THREE) == [0] * 3
     assert start(found, 2, TWO) == [0, -signal.SIGKILL]
@@ -126,6 +126,14 @@ def test_a_training_ends_where_that_of_one_rank_ends(folder: Path, said: Read) -
     assert {name for name in names if name.startswith("metrics")} == {"metrics_0.csv"}, "rank 0 alone writes"
     assert all("exchange" in each["phases"] for each in many)
     assert all("save" not in each["phases"] for each in many[1:])
+
+
+def test_each_rank_reads_the_base_from_its_disk(folder: Path, said: Read) -> None:
+    """One rank with the base in memory ends where these do."""
+    (one,), many = said("on_disk", 1), said("on_disk", 2)
+    assert "error" not in many[0], many[0]["text"]
+    assert movement(folder / "on_disk_2", folder / "on_disk_1") < 1e-4
+    assert many[0]["metrics"]["valid_loss"] == pytest.approx(one["metrics"]["valid_loss"], rel=1e-5)
 
 
 def test_a_whole_model_ends_where_that_of_one_rank_ends(folder: Path, said: Read) -> None:

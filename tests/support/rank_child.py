@@ -80,6 +80,12 @@ def training(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return _trained(ranks, folder / f"whole_{ranks.size}", folder / "model")
 
 
+def on_disk(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Several ranks read the base from disk; one has it in memory. The last update of an epoch has one row."""
+    settings = dataclasses.replace(SHORT, dequantize_base=False, stream_base=ranks.together)
+    return _trained(ranks, folder / f"on_disk_{ranks.size}", folder / "model", settings=settings)
+
+
 def pretraining(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The whole model, on pieces of windows."""
     from tests.engine.test_pretraining import PRETRAIN
@@ -159,7 +165,8 @@ def _found(result: Result | None) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
-    made.__name__: made for made in (gradient, training, pretraining, stops, broken, is_bad, differs, drifts, dies)
+    made.__name__: made
+    for made in (gradient, training, on_disk, pretraining, stops, broken, is_bad, differs, drifts, dies)
 }
 
 
