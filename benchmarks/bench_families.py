@@ -93,7 +93,7 @@ def _examine(_family: str, scratch: Path) -> None:
 
     _say(counted=read_model_files(scratch / "model").parameters)
     model = open_base(scratch / "model", dequantize=False)
-    _say(why_padded=model.packing_refusal, why_whole=model.split_refusal)
+    _say(why_padded=model.packing_refusal)
     if fault := training_fault(model):
         raise ModelError(fault)
     del model

@@ -36,7 +36,7 @@ def main(config: Pipeline) -> None:
     general = general_text(tokenizer, files.vocab_size, files.max_positions, plan.general_tokens)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
-    load_fast_blas(run.threads)  # before anything imports mlx
+    load_fast_blas()  # before anything imports mlx
     from safetrain.evaluate.examination import Examination
 
     questions = settings.max_examples or max(LEAST_QUESTIONS, plan.answer_tokens // settings.max_new_tokens)

@@ -234,7 +234,6 @@ class BaseModel:
     eos_ids: frozenset[int]  # tokens that end its answers
     packing_refusal: str  # why rows of different lengths cannot be packed into one list of tokens
     split: SplitModel | None  # None if refused: logits are computed for all tokens
-    split_refusal: str
     randomness: Randomness = field(default_factory=Randomness)
     blocks: Blocks | None = None  # None if the base is in memory
 

@@ -22,7 +22,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.layers import with_gradient
 
 HIDDEN_SCORE = -1e30
-LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634  # exp(x) is 2 ** (x * LOG2_E)
 LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
 GRADIENT_KERNEL = "ScaledDotProductAttentionVJP"  # as mlx's graphs name it
 

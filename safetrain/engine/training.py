@@ -34,7 +34,7 @@ from safetrain.engine.ranks import ALONE, Ranks, require_same_weights
 from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
 from safetrain.engine.state import RECORD_BYTES, TrainState, save_checkpoint, size_of
 from safetrain.engine.tuned import TunedModel, remember_best
-from safetrain.engine.update import last_work_of, measure, work_of
+from safetrain.engine.update import measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
@@ -131,7 +131,9 @@ def make_update(run: TrainingRun, update: Update, rate: float, began: float) -> 
     mx.eval(gradient)
     labels = max(1, update.trained_tokens)  # 0 in fully masked windows
     recorder.loss = summed_loss / labels
-    recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    batches = update.micro_batches
+    done = work_of(batches[-1], state.step, len(batches) - 1) if batches else Work(step)
+    recorder.write(Phase.GRADIENT, Edge.AFTER, done)
     if run.ranks.together:
         gradient = run.ranks.sum_gradient(gradient, step)
         own = summed_loss, update.computed_tokens

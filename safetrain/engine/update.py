@@ -246,18 +246,12 @@ def work_of(batch: MicroBatch, step: int, number: int) -> Work:
     return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
 
 
-def last_work_of(update: Update, step: int) -> Work:
-    """The flight recorder's entry for an update's last micro-batch."""
-    last = len(update.micro_batches) - 1
-    return work_of(update.micro_batches[last], step, last) if update.micro_batches else Work(step + 1)
-
-
 def measure(loss: mx.array, gradient: Gradient, meanwhile: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """Wait for the summed loss and the gradient's norm: the one synchronisation of an update.
 
     ``meanwhile`` is called before, so that a GPU computes at the same time.
     """
-    norm = (_norm if device().on_cpu else _compiled_norm())(list(gradient.values()))
+    norm = (_norm if device().on_cpu else _compiled(_norm))(list(gradient.values()))
     mx.async_eval(loss, norm)
     meanwhile()
     return float(np.array(loss)), float(np.array(norm))
@@ -267,7 +261,4 @@ def _norm(gradient: list[mx.array]) -> mx.array:
     return mx.sqrt(functools.reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
 
 
-@functools.cache
-def _compiled_norm() -> Callable[[list[mx.array]], mx.array]:
-    """One program in place of a thousand small kernels."""
-    return mx.compile(_norm)
+_compiled = functools.cache(mx.compile)  # one program in place of a thousand small kernels

@@ -201,7 +201,9 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         rate, why = pretraining_rate(model.parameters, updates * update_tokens, update_tokens)
     else:
         rate, why = learning_rate_for(fit)
-    reasons["learning_rate"], reasons["threads"] = why, _why_threads(fit, measured)
+    is_fewer = measured is not None and measured.threads not in (None, usable_cores())
+    reasons["threads"] = f"{'fewer were clearly faster' if is_fewer else 'all cores of a CPU'}, or {THREADS}"
+    reasons["learning_rate"] = why
     steps, sizes = _intervals(question, fit, updates, reasons), _evaluated(question, fit, updates, reasons)
     steps["threads"] = measured.threads if measured else None
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
@@ -225,15 +227,6 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         else None,
         disk_bytes=disk_bytes_of(fit, train.keep_checkpoints),
     )
-
-
-def _why_threads(fit: Estimate, measured: DryRun | None) -> str:
-    if not fit.on_cpu:
-        return "the GPU computes"
-    if measured is None:
-        return f"not measured: all cores, or {THREADS}"
-    is_all = measured.threads == usable_cores()
-    return f"all cores, or {THREADS}" if is_all else "clearly faster in the dry run than all cores"
 
 
 def disk_bytes_of(fit: Estimate, keep_checkpoints: int) -> int:

@@ -63,7 +63,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
     lora = LoraSettings(4, 2.0, 0.0, 3, ("all-linear",))
     model = open_base(base, dequantize=True)
-    assert model.split_refusal == ""  # so that the logits are made in chunks
+    assert model.split is not None  # so that the logits are made in chunks
     assert not read_model_files(base).whole_logits
     make_trainable(model, "lora", lora, 1)
     trainable = sum(value.size for _, value in tree_flatten(model.module.trainable_parameters()))

@@ -227,14 +227,13 @@ class TokenWindows:
 
     def pieces(self, windows: Sequence[int] | np.ndarray) -> TokenRows:
         """Divide windows into rows, each with the number of its document. Each window is read once."""
-        places, read, start = list[np.ndarray](), list[tuple[np.ndarray, np.ndarray]](), 0
+        places, read, size = list[np.ndarray](), list[tuple[np.ndarray, np.ndarray]](), 0
         for window in windows:
             begin = self._first + int(window) * self.tokens
-            stop = min(begin + self.tokens, self._last) + 1
-            read.append((self.documents.ids[begin:stop], self.documents.trained[begin:stop]))
-            begins, ends, numbers = self._pieces_of(begin, stop, read[-1][0])
-            places.append(np.stack([begins + start - begin, ends + start - begin, numbers]))
-            start += stop - begin
+            some = slice(begin, min(begin + self.tokens, self._last) + 1)
+            read.append((self.documents.ids[some], self.documents.trained[some]))
+            places.append(self._pieces_of(begin, read[-1][0]) + np.array([[size], [size], [0]]))
+            size += len(read[-1][0])
         begins, ends, numbers = np.concatenate(places, axis=1)
         ids, trained = map(np.concatenate, zip(*read, strict=True))
         labels = [np.count_nonzero(trained[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)]
@@ -244,15 +243,15 @@ class TokenWindows:
         """The pieces of evenly spaced windows with at most ``most_tokens`` tokens in all; at least one window."""
         return self.pieces(evenly_spaced(max(1, most_tokens // self.tokens), len(self)))
 
-    def _pieces_of(self, begin: int, stop: int, ids: np.ndarray) -> np.ndarray:
-        """Begin and end of each piece of a window with these ``ids``, and its document's number; (3, pieces).
+    def _pieces_of(self, begin: int, ids: np.ndarray) -> np.ndarray:
+        """Begin and end in ``ids`` of each piece of a window, and its document's number; (3, pieces).
 
-        The last token of a piece is only predicted.
+        ``begin``: the window's first token. The last token of a piece is only predicted.
         """
-        first, last = np.searchsorted(self.documents.starts, (begin, stop - 1), side="right")
-        borders = self.documents.starts[first:last]  # between documents
-        are_closed = np.isin(ids[borders - 1 - begin], self._end_ids)
-        begins, ends = np.append(begin, borders - are_closed), np.append(borders, stop)
+        first, last = np.searchsorted(self.documents.starts, (begin, begin + len(ids) - 1), side="right")
+        borders = self.documents.starts[first:last] - begin  # between documents
+        are_closed = np.isin(ids[borders - 1], self._end_ids)
+        begins, ends = np.append(0, borders - are_closed), np.append(borders, len(ids))
         return np.stack([begins, ends, np.arange(first - 1, last)])[:, ends - begins > 1]
 
 

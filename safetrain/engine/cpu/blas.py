@@ -41,11 +41,8 @@ class Blas:
     reason: str
 
 
-def load_fast_blas(threads: int | None = None) -> Blas:
-    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise.
-
-    ``threads``: of this process, at most; None: all cores.
-    """
+def load_fast_blas() -> Blas:
+    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise."""
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
     if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
@@ -59,7 +56,6 @@ def load_fast_blas(threads: int | None = None) -> Blas:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return Blas("reference", False, f"{type(error).__name__}: {error}")
-    use_threads(min(threads or cores(), cores()))
     version = importlib.metadata.version("scipy-openblas32")
     return Blas(f"OpenBLAS {version}", True, "replaces the wheel's slow reference BLAS")
 

@@ -18,8 +18,8 @@ from safetrain.core.memory.terms import rows_dequantized_together
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads
 from safetrain.engine.layers import Arrays, dequantized, inputs_of, with_gradient
+from safetrain.engine.row_attention import LOG2_E
 
-LOG2_E = 1.4426950408889634
 LARGEST_EXPONENT = 126.0  # 2^127 is the largest power of two in float32; a sigmoid of 2^-126 counts as 0
 
 Given = TypeVar("Given")

@@ -284,11 +284,11 @@ class SplitModel:
         return lambda hidden: self.finish(hidden @ matrix.T)
 
 
-def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
+def adapt(module: Any) -> tuple[str, SplitModel | None]:
     """Freeze the model, install this engine's functions, and find out what the model does not support.
 
-    Returns why it cannot pack rows of different lengths into one list of tokens, the split model, and why it cannot be
-    split; a reason is empty if the model can. Rows are packed on a CPU only.
+    Returns why it cannot pack rows of different lengths into one list of tokens, empty if it can, and the split model,
+    None if it cannot be split. Rows are packed on a CPU only.
     """
     complete(module)
     module.freeze()
@@ -298,9 +298,9 @@ def adapt(module: Any) -> tuple[str, SplitModel | None, str]:
     if device().on_cpu:
         packing = packing_refusal(module) if has_attention else "its attention is not mlx-lm's"
     try:
-        return packing, split(module), ""
-    except Refusal as refusal:
-        return packing, None, str(refusal)
+        return packing, split(module)
+    except Refusal:
+        return packing, None
 
 
 def packing_refusal(module: Any) -> str:
