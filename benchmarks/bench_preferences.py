@@ -45,7 +45,7 @@ def pairs_of(prompt: int, answer: int, count: int) -> TokenRows:
             own = [*source.integers(5, VOCABULARY, size).tolist(), END]
             rows.append(token_row([*ids, *own], [False] * len(ids) + [True] * len(own)))
     data = TokenRows.of(rows)
-    return TokenRows(data.ids, data.trained, data.starts, data.lengths, data.label_counts, unit=2)
+    return TokenRows(data.ids, data.trained, data.starts, data.lengths, data.label_counts, rows_per_pair=2)
 
 
 def ours(
@@ -81,7 +81,7 @@ def ours(
         model.module.train()
         loss, gradient = gradients.of(update, step)
         summed, norm = measure(loss, gradient)
-        steps.append([summed / update.trained_tokens, norm])
+        steps.append([summed / update.labels, norm])
         apply_gradient(model, optimizer, gradient, norm, settings.learning_rate, settings.max_grad_norm)
     seconds = time.perf_counter() - began
     found = {"steps": steps, "seconds": seconds, "reference": reference, "mib": mx.get_peak_memory() / 2**20}

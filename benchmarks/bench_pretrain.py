@@ -64,7 +64,7 @@ def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> list[object]
         stage(project, name, *keys, "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
     plan = read_record(project.output / "recommended_config.json", Recommendation)
     summary = project.json("training_summary.json")
-    how = f"{plan.settings.window} windows of {plan.settings.max_seq_length} tokens"
+    how = f"{plan.settings.batch_text} windows of {plan.settings.max_seq_length} tokens"
     how += ", recomputed" if plan.settings.gradient_checkpointing else ", kept"
     dry_run = plan.measured.peak_bytes if plan.measured is not None else 0
     measured, sizes = summary["peak_memory_bytes"], list[object]()

@@ -182,7 +182,7 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
         rate = learning_rate(step, settings.learning_rate, settings.warmup_steps, total, settings.schedule)
         apply_gradient(model, optimizer, gradient, norm, rate, settings.max_grad_norm)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-        yield summed / update.trained_tokens, time.perf_counter() - began
+        yield summed / update.labels, time.perf_counter() - began
 
 
 def gemm_limit() -> float:

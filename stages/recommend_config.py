@@ -73,7 +73,7 @@ def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
             continue
         lost = 100 * cut.lost_labels / max(1, int(before.label_counts.sum(dtype=np.int64)))
         yield f"{name}: {cut.cut_rows} of {len(before)} rows truncated to {length} tokens; {lost:.2f} % of labels lost"
-        pairs = [(cut[row].ids, cut[row + 1].ids) for row in range(0, len(cut), 2)] if cut.unit == 2 else []
+        pairs = [(cut[row].ids, cut[row + 1].ids) for row in range(0, len(cut), 2)] if cut.rows_per_pair == 2 else []
         if same := sum(np.array_equal(*pair) for pair in pairs):
             what = f"{same} of {len(pairs)} pairs have equal answers when truncated, so they teach no preference"
             yield f"{name}: {what}; raise train.max_seq_length"

@@ -80,7 +80,7 @@ def _validated(config: Pipeline) -> DataReport:
 
 def _table_line(name: str, split: SplitReport) -> str:
     rows, lengths = split.pairs or split.rows, split.lengths
-    counts = rows, split.tokens, split.trained_tokens, lengths.p50, lengths.p90, lengths.p99, lengths.max
+    counts = rows, split.tokens, split.labels, lengths.p50, lengths.p90, lengths.p99, lengths.max
     return TABLE.format(name, *(f"{count:,}" for count in counts))
 
 

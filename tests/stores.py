@@ -17,7 +17,7 @@ MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 
 def add_row(writer: StoreWriter, row: TokenRow, line: int) -> None:
     """Add one row."""
-    numbers = (len(row), row.trained_tokens, 0, line)
+    numbers = (len(row), row.labels, 0, line)
     writer.add(row.ids, row.trained, *(np.array([number]) for number in numbers))
 
 

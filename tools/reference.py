@@ -37,7 +37,7 @@ SAID = frozenset(
 )  # options and arguments whose names and defaults are self-explanatory; `--help` describes them too
 SAID_FIELDS = frozenset(
     _WORDS.findall("""
-    step epoch steps rows labels learning_rate grad_norm trained_tokens labels_per_second peak_memory_bytes
+    step epoch steps rows labels learning_rate grad_norm labels labels_per_second peak_memory_bytes
     footprint_bytes peak_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
     source remedy status padding_share plus_minus loss disk_bytes predicted_peak_bytes
     template_date stop_tokens memory_rungs gpu_rungs verified token_f1 exact_match exact_match_low warnings

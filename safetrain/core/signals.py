@@ -34,14 +34,14 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print_text("error: interrupted", sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
-    told = told_of(error)
+    told = user_error_of(error)
     if told is None:
         raise error
     print_text(f"{'' if isinstance(told, InterruptedRun) else 'error: '}{with_traceback(told)}", sys.stderr)
     return told.exit_code
 
 
-def told_of(error: BaseException) -> SafetrainError | None:
+def user_error_of(error: BaseException) -> SafetrainError | None:
     """The error in words that a user can act on; None for a bug."""
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         what, where = f"No permission: {error.strerror}.", str(error.filename or "")

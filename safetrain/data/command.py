@@ -105,7 +105,7 @@ def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -
     if validation.findings:
         text = summary(validation.findings, "--json lists all")
         print_text(re.sub(r"(?m)(^  do: .*?)\bFILE\b", lambda found: found[1] + file, text))
-    rows, trained = counted(validation.count, validation.noun), validation.trained_tokens
+    rows, trained = counted(validation.count, validation.noun), validation.labels
     print_text(f"{rows}, {counted(validation.tokens, 'token')} ({counted(trained, 'label')})")
     if validation.noun == "document" and trained:
         print_text(f"{validation.label_bytes / trained:.2f} bytes per token; to train on it, set train.method=pretrain")

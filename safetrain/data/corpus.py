@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.store import Corpus, Provenance, Stretch, TokenFile, sampled_digest, store_path
+from safetrain.core.data.store import Corpus, DocumentRange, Provenance, TokenFile, sampled_digest, store_path
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_model_files
@@ -144,11 +144,16 @@ class CorpusReader:
         return splits, f"{listed} split off train: neighbouring documents from many places, the same in every run"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
-        state, stretches, kept, label_bytes = hashlib.blake2b(digest_size=16), list[Stretch](), list[np.ndarray](), 0
+        state, stretches, kept, label_bytes = (
+            hashlib.blake2b(digest_size=16),
+            list[DocumentRange](),
+            list[np.ndarray](),
+            0,
+        )
         with StoreWriter(store_path(folder, name), documents=True) as store:
             for file, documents in runs:
                 begin, end = (int(self._bounds[file][each]) for each in (documents.start, documents.stop))
-                stretches += [Stretch(file, begin, end)] if end > begin else []
+                stretches += [DocumentRange(file, begin, end)] if end > begin else []
                 for ids, numbers, lengths in self._pieces(file, documents):
                     store.add_documents(lengths, file, numbers)
                     kept.append(lengths)

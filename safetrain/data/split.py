@@ -172,7 +172,7 @@ class SplitWriter(contextlib.ExitStack):
         lines, files, numbers, sizes, _, tokens = zip(*rows, strict=True)
         self._pairs += lines.count("")
         lengths = np.array(list(map(len, tokens)))
-        label_counts = np.array([each.trained_tokens for each in tokens])
+        label_counts = np.array([each.labels for each in tokens])
         self._lines.writelines(line.encode() for line in lines)
         ids = np.concatenate([each.ids for each in tokens])
         trained = np.concatenate([each.trained for each in tokens])

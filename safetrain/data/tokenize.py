@@ -204,7 +204,7 @@ class RowReader:
             read.tokens = tokens
             read.label_bytes = sum(len(text.encode()) for text in _answers(read.rendered))
             self.tokens += len(tokens)
-            self.labels += tokens.trained_tokens
+            self.labels += tokens.labels
             self.label_bytes += read.label_bytes
             if is_rejected and chosen is not None:
                 self._compare(chosen, tokens, read)

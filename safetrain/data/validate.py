@@ -46,7 +46,7 @@ class Validation:
     found: Mapping[Finding, Sequence[Spot]]  # with their places
     count: int  # rows, including those that cannot be trained on
     tokens: int
-    trained_tokens: int
+    labels: int
     label_bytes: int  # UTF-8 bytes of all answers
     written: DataReport | None
     rows: Sequence[ReadRow] = ()  # rows to show
@@ -146,7 +146,7 @@ def _validate_tokens(
         splits, how = corpus.write_splits(folder, settings.shares, provenance, findings)
         findings.refuse_errors()
     report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how)
-    each = [(split.rows, split.tokens, split.trained_tokens, split.label_bytes) for split in splits.values()]
+    each = [(split.rows, split.tokens, split.labels, split.label_bytes) for split in splits.values()]
     rows, tokens, labels, label_bytes = map(sum, zip(*each, strict=True))
     return Validation(findings.found(), rows, tokens, labels, label_bytes, report, noun="document")
 

@@ -36,7 +36,7 @@ class BatchLayout:
     most_tokens: int  # of a micro-batch, padding included
     shards: int = 1  # lists per micro-batch, computed in parallel
     rectangles: bool = False  # whether each list is one rectangle of padded rows
-    unit: int = 1  # rows that stay in one list: 2 for pairs, whose loss needs both rows in one graph
+    rows_per_pair: int = 1  # rows that stay in one list: 2 for pairs, whose loss needs both rows in one graph
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -46,8 +46,8 @@ def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
 
 def training_layout(model: BaseModel, batch_size: int, data: TrainRows) -> BatchLayout:
     """The layout for training on ``batch_size`` of the longest rows at once, or on one pair."""
-    unit, longest = data.documents.unit, width_of(int(data.inputs().max()), rectangles=not model.packs_rows)
-    return dataclasses.replace(layout_for(model, max(batch_size, unit) * longest), unit=unit)
+    unit, longest = data.documents.rows_per_pair, width_of(int(data.inputs().max()), rectangles=not model.packs_rows)
+    return dataclasses.replace(layout_for(model, max(batch_size, unit) * longest), rows_per_pair=unit)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Shard:
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     rows: tuple[int, ...]  # their numbers in messages
-    tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
+    token_keys: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
     pairs: Pairs | None = None  # if both rows of a pair are here
 
     @property
     def label_rows(self) -> np.ndarray:
         """(labels,) index of each label's row; arbitrary for padding."""
-        return self.tokens[np.array(self.positions)] >> 32
+        return self.token_keys[np.array(self.positions)] >> 32
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Update:
 
     data: TokenRows
     micro_batches: tuple[MicroBatch, ...]
-    trained_tokens: int
+    labels: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
     pairs: int = 0  # the mean is over labels, or over pairs if there are any
@@ -105,7 +105,7 @@ class Update:
     @property
     def share(self) -> float:
         """The weight of a label, or a pair, in the loss that is differentiated: its share of the mean, times scale."""
-        return self.scale / max(1, self.pairs or self.trained_tokens)
+        return self.scale / max(1, self.pairs or self.labels)
 
 
 def update_at(
@@ -118,7 +118,7 @@ def update_at(
     """
     update = rows_at(data, cursor, seed, rows_per_update)
     rows, own = update.rows, update.rows[rank::ranks]
-    if update.data.unit > 1:  # ranks share pairs
+    if update.data.rows_per_pair > 1:  # ranks share pairs
         own = update.data.of_update(_by_pair(update.data, rows)[rank::ranks].reshape(-1)).rows
     return update_of_rows(update.data, list(fill(update.data, own, layout)), layout, rows)
 
@@ -135,7 +135,7 @@ def update_of_rows(
 ) -> Update:
     """Build an update from groups of rows, one micro-batch per group. ``counted``: all ranks' rows, for its counts."""
     rows = np.array([row for rows in groups for row in rows] if counted is None else counted, dtype=np.int64)
-    pairs = len(rows) // 2 if data.unit == 2 else 0
+    pairs = len(rows) // 2 if data.rows_per_pair == 2 else 0
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     labels, inputs = (int(each.sum(dtype=np.int64)) for each in (data.label_counts[rows], data.inputs(rows)))
     computed = sum(shard.inputs.size for batch in batches for shard in batch.shards)
@@ -153,7 +153,7 @@ def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout)
 
     In a layout of pairs, a group holds whole pairs.
     """
-    if layout.unit > 1:
+    if layout.rows_per_pair > 1:
         yield from _fill_with_pairs(data, rows, layout)
         return
     order = np.asarray(rows, dtype=np.int64)
@@ -196,18 +196,18 @@ def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
 
 def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> MicroBatch:
     """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out."""
-    shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows) // layout.unit))]
+    shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows) // layout.rows_per_pair))]
     tokens = [0] * len(shares)
-    for unit in np.asarray(rows, dtype=np.int64).reshape(-1, layout.unit):
+    for kept in np.asarray(rows, dtype=np.int64).reshape(-1, layout.rows_per_pair):
         least = tokens.index(min(tokens))
-        shares[least] += unit.tolist()
-        tokens[least] += int(data.inputs(unit).sum())
+        shares[least] += kept.tolist()
+        tokens[least] += int(data.inputs(kept).sum())
     return MicroBatch(tuple(make_shard(data, share, layout) for share in shares))
 
 
 def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
     """Concatenate rows, the longest first; padding is never a label."""
-    if layout.unit > 1:
+    if layout.rows_per_pair > 1:
         rows = sorted(rows, key=lambda row: (-int(data.lengths[row]), row))
     widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
     width = int(widths_of(widths[0])) if layout.rectangles else 0
@@ -231,8 +231,10 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         rows=tuple(data.numbers(rows)),
-        tokens=tokens,
-        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding))) if layout.unit > 1 else None,
+        token_keys=tokens,
+        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding)))
+        if layout.rows_per_pair > 1
+        else None,
     )
 
 

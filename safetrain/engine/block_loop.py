@@ -73,7 +73,7 @@ class BlockLoop:
         self._blocks.require_unchanged()
         trained = self._model.trained.arrays()
         gradient = {name: sums[name] if total else mx.zeros_like(own) for name, own in trained.items()}
-        return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.trained_tokens, gradient
+        return functools.reduce(mx.add, total or [mx.array(0.0)]) * update.labels, gradient
 
     def forward(
         self, batches: Sequence[MicroBatch], key_of: Callable[[Shard], mx.array] | None = None, share: float = 1.0

@@ -114,7 +114,7 @@ def describe(job: Job, predicted_bytes: int) -> str:
     shared = f" shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return (
         f"training on {rows_text(len(job.rows.train), settings.method)}: "
-        f"{settings.window} rows per update{pairs}{shared}, {counted(job.updates, 'update')}; "
+        f"{settings.batch_text} rows per update{pairs}{shared}, {counted(job.updates, 'update')}; "
         f"{settings.recipe}; {trained}; "
         f"predicted peak of mlx {size_text(predicted_bytes)}"
     )

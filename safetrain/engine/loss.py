@@ -164,7 +164,7 @@ class _Chunk:
     gradient: Any = None
 
 
-def _lose(finish: Head, chunk: _Chunk) -> list[mx.array]:
+def _loss_of_chunk(finish: Head, chunk: _Chunk) -> list[mx.array]:
     """Compute a chunk's losses, and replace its logits by their gradients."""
 
     def of_parts(parts: list[mx.array]) -> tuple[mx.array, mx.array]:
@@ -201,7 +201,7 @@ def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.
     for matrix in split.slices():
         side_by_side(functools.partial(multiply, matrix=matrix), chunked)
     for some in itertools.zip_longest(*chunked):
-        side_by_side(functools.partial(_lose, split.finish), [chunk for chunk in some if chunk is not None])
+        side_by_side(functools.partial(_loss_of_chunk, split.finish), [chunk for chunk in some if chunk is not None])
     for matrix in split.slices(backwards=True):  # the order in which mlx adds the gradients of a product's input
         side_by_side(functools.partial(return_through, matrix=matrix), chunked)
     zero = mx.array(0.0)

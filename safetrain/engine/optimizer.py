@@ -100,11 +100,11 @@ def apply_gradient(
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer in the settings; compiled on a GPU, where launching many kernels would be slow."""
-    own = of_mlx(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
+    own = mlx_optimizer(settings.optimizer, settings.weight_decay, whole_model=settings.method == PRETRAIN)
     return BlockOptimizer(own, compiled=not device().on_cpu)
 
 
-def of_mlx(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:
+def mlx_optimizer(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:
     """Build mlx's optimizer. ``name`` is from the schema; each update passes its own learning rate.
 
     Raises ConfigError for weight decay with Adam, which has none: use adamw.

@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.training_rows import Cursor, largest_windows, rows_at
+from safetrain.core.data.training_rows import Cursor, largest_update_rows, rows_at
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.memory.terms import MOST_SHARDS
@@ -147,7 +147,7 @@ def examine(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    ours, vector = float(np.array(loss)) / update.trained_tokens, as_vector(gradient)
+    ours, vector = float(np.array(loss)) / update.labels, as_vector(gradient)
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
@@ -294,7 +294,7 @@ def _open(job: Job, scratch: Path) -> TrainingRun:
     """Open the training run with its memory limits, but with only the longest validation rows."""
     output, settings = scratch / "output", dataclasses.replace(job.settings, max_loss_jump=None)
     output.mkdir()
-    longest, unit = job.rows.valid.by_length[: settings.batch_size], job.rows.valid.unit
+    longest, unit = job.rows.valid.by_length[: settings.batch_size], job.rows.valid.rows_per_pair
     rows = dataclasses.replace(job.rows, valid=job.rows.valid.take(job.rows.valid.rows_of(np.unique(longest // unit))))
     for each in (rows.train.documents, rows.valid):  # a dry run needs no reference
         each.references = np.zeros(len(each), dtype=np.float32)
@@ -356,14 +356,14 @@ def _largest_updates(run: TrainingRun) -> list[tuple[Update, bool]]:
     data, settings, layout = run.job.rows.train, run.job.settings, run.layout
     length = settings.rows_per_update, settings.num_epochs, settings.max_steps
     first = rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update)
-    own = [first, *largest_windows(data, *length, (settings.seed,))]
+    own = [first, *largest_update_rows(data, *length, (settings.seed,))]
     taken, updates = list[object](), list[tuple[Update, bool]]()
-    for number, window in enumerate([*own, *largest_windows(data, *length)]):
+    for number, window in enumerate([*own, *largest_update_rows(data, *length)]):
         labels, groups = window.data.label_counts, list(fill(window.data, window.rows, layout))
         tokens = [update_of_rows(window.data, [rows], layout).computed_tokens for rows in groups]
         for rows in (groups[int(np.argmax(tokens))], max(groups, key=lambda rows: int(labels[rows].sum()))):
             if (window.data, rows) not in taken:
                 taken.append((window.data, rows))
-                before = [groups[-1][-layout.unit :]] if len(groups) > 1 else []
+                before = [groups[-1][-layout.rows_per_pair :]] if len(groups) > 1 else []
                 updates.append((update_of_rows(window.data, [*before, rows], layout), number < len(own)))
     return sorted(updates, key=lambda each: -each[0].computed_tokens)

@@ -48,12 +48,12 @@ class TrainState:
     step: int = 0  # optimizer updates made
     recorded_step: int = -1  # of the last record
     cursor: Cursor = START
-    trained_tokens: int = 0  # labels seen
+    labels: int = 0  # labels seen
     input_tokens: int = 0  # tokens seen, padding not counted
-    window_loss: float = 0.0  # sum of losses in nats since the last record
-    window_terms: int = 0  # labels, or pairs, in it
-    window_tokens: int = 0  # labels since the last record
-    window_seconds: float = 0.0  # training time since the last record
+    since_record_loss: float = 0.0  # sum of losses in nats since the last record
+    since_record_terms: int = 0  # labels, or pairs, in it
+    since_record_labels: int = 0  # labels since the last record
+    since_record_seconds: float = 0.0  # training time since the last record
     elapsed_seconds: float = 0.0  # training time since the start of the run
     final_loss: float = 0.0  # sum of losses in nats over the last tenth of the run
     final_terms: int = 0  # labels, or pairs, in it

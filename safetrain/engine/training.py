@@ -129,7 +129,7 @@ def make_update(run: TrainingRun, update: Update, rate: float, began: float) -> 
     loss, gradient = run.gradients.of(update, state.step, run.check_stop)
     summed_loss, norm = measure(loss, {} if run.ranks.together else gradient, build_next)
     mx.eval(gradient)
-    labels = max(1, update.trained_tokens)  # 0 in fully masked windows
+    labels = max(1, update.labels)  # 0 in fully masked windows
     recorder.loss = summed_loss / labels
     batches = update.micro_batches
     done = work_of(batches[-1], state.step, len(batches) - 1) if batches else Work(step)
@@ -140,8 +140,8 @@ def make_update(run: TrainingRun, update: Update, rate: float, began: float) -> 
         summed_loss, tokens = run.ranks.total(run.watcher.stop(), step, *own)
         state.computed_tokens += round(tokens) - update.computed_tokens
         norm, recorder.loss = measure(loss, gradient)[1], summed_loss / labels
-    if update.trained_tokens:  # else nothing to learn: the windows are fully masked
-        fault = fault_in(summed_loss, norm, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
+    if update.labels:  # else nothing to learn: the windows are fully masked
+        fault = fault_in(summed_loss, norm, update.labels, state.recent_losses, settings.max_loss_jump)
         if fault:
             raise stop_at(run, fault, recorder.loss, norm, rate)
         tracer = run.tracer
@@ -158,21 +158,21 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens
-    state.window_seconds += seconds
+    state.since_record_seconds += seconds
     state.elapsed_seconds += seconds
     state.grad_norm = norm
-    if not update.trained_tokens:
+    if not update.labels:
         return
-    state.trained_tokens += update.trained_tokens
-    terms = update.pairs or update.trained_tokens
-    loss = summed_loss * (terms / update.trained_tokens)  # summed over pairs, or labels
-    state.recent_losses = [*state.recent_losses, summed_loss / update.trained_tokens][-REMEMBERED:]
+    state.labels += update.labels
+    terms = update.pairs or update.labels
+    loss = summed_loss * (terms / update.labels)  # summed over pairs, or labels
+    state.recent_losses = [*state.recent_losses, summed_loss / update.labels][-REMEMBERED:]
     if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
         state.final_loss += loss
         state.final_terms += terms
-    state.window_loss += loss
-    state.window_terms += terms
-    state.window_tokens += update.trained_tokens
+    state.since_record_loss += loss
+    state.since_record_terms += terms
+    state.since_record_labels += update.labels
 
 
 def record(run: TrainingRun, *, validate: bool) -> None:
@@ -187,13 +187,15 @@ def record(run: TrainingRun, *, validate: bool) -> None:
     state.records.append(
         StepRecord(
             step=state.step,
-            epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
-            train_loss=state.window_loss / state.window_terms if state.window_terms else None,
+            epoch=round(state.cursor.epoch + state.cursor.step_in_epoch / per_epoch, 6),
+            train_loss=state.since_record_loss / state.since_record_terms if state.since_record_terms else None,
             valid_loss=measured[0] if measured else None,
             learning_rate=_rate_after(run, state.step - 1) if state.step else None,
             grad_norm=state.grad_norm,
-            trained_tokens=state.trained_tokens,
-            labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
+            labels=state.labels,
+            labels_per_second=round(state.since_record_labels / state.since_record_seconds, 1)
+            if state.since_record_seconds
+            else None,
             peak_memory_bytes=state.peak_memory_bytes,
             footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),
@@ -201,7 +203,12 @@ def record(run: TrainingRun, *, validate: bool) -> None:
         )
     )
     state.recorded_step = state.step
-    state.window_loss, state.window_terms, state.window_tokens, state.window_seconds = 0.0, 0, 0, 0.0
+    state.since_record_loss, state.since_record_terms, state.since_record_labels, state.since_record_seconds = (
+        0.0,
+        0,
+        0,
+        0.0,
+    )
     if run.ranks.writes:
         run.write(RECORD_BYTES, lambda: run.watcher.record(state.records))
 

@@ -118,7 +118,7 @@ def _of_shard(
     labels = int(np.array(shard.weights).sum())
     positions, targets = shard.positions[:labels], shard.targets[:labels]
     states = through(model, shard)[positions]
-    keys = np.asarray(shard.tokens)[np.array(positions)]
+    keys = np.asarray(shard.token_keys)[np.array(positions)]
     size = chunk_tokens(model.split.vocabulary if model.split is not None else states.shape[-1])
     size = size if tuned is None else max(1, size // 2)  # because of two models' logits
     for start in range(0, labels, size):

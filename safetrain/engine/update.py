@@ -145,7 +145,7 @@ class Gradients:
         if not self._in_float16:
             return self._of(update, step, check_stop)
         is_dpo = self.pair_loss is not None and self.pair_loss.method == DPO  # a pair's loss sums over its labels
-        scale = 2.0 ** max(0, ((update.pairs if is_dpo else update.trained_tokens) // LIGHTEST).bit_length() - 1)
+        scale = 2.0 ** max(0, ((update.pairs if is_dpo else update.labels) // LIGHTEST).bit_length() - 1)
         loss, gradient = self._of(dataclasses.replace(update, scale=scale), step, check_stop)
         return loss / scale, tree_map(lambda part: part / scale, gradient)
 
@@ -170,7 +170,7 @@ class Gradients:
         if summed is None:  # a rank without rows in this update
             self._note(Work(step + 1))
             summed = tree_map(mx.zeros_like, self._model.trained.arrays())
-        return total * update.trained_tokens, summed
+        return total * update.labels, summed
 
     def of_shard(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
         """The summed loss of a shard and its gradient, as lazy arrays.

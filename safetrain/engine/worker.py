@@ -19,7 +19,7 @@ from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, proof_passes, start_csv
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.results import publish
-from safetrain.core.signals import StopRequest, stop_on_signal, told_of
+from safetrain.core.signals import StopRequest, stop_on_signal, user_error_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json, read_record, with_traceback, write_record
 from safetrain.core.storage.paths import JOB, RECORDER, UNFINISHED, rank_folder
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
                 _train(job, Recorder(flight / RECORDER), pipe, stop)
             return 0
         except (SafetrainError, OSError, MemoryError) as error:
-            told = EngineError(f"out of memory: {error}") if isinstance(error, MemoryError) else told_of(error)
+            told = EngineError(f"out of memory: {error}") if isinstance(error, MemoryError) else user_error_of(error)
             if told is None:
                 raise
             pipe.send(Failed(type(told).__name__, with_traceback(told, flight), told.exit_code))
@@ -149,7 +149,7 @@ def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str
         valid_rows_available=rows.valid_rows_available,
         trainable_parameters=result.trainable_parameters,
         resumed_from_step=state.resumed_from_step,
-        trained_tokens=state.trained_tokens,
+        labels=state.labels,
         elapsed_seconds=round(state.elapsed_seconds, 3),
         tokens_per_second=round(state.input_tokens / state.elapsed_seconds, 1),
         peak_memory_bytes=state.peak_memory_bytes,

@@ -62,7 +62,7 @@ def evaluation_of(
         base=score(mean_loss(losses[0], terms), [sample.base for sample in samples], expected, per_pair=per_pair),
         forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
         rows=len(terms),
-        rows_available=held_out.rows_available // held_out.rows.unit,
+        rows_available=held_out.rows_available // held_out.rows.rows_per_pair,
         cut_rows=held_out.rows.cut_rows,
         questions=held_out.questions_available,
         answered=len(samples),

@@ -166,7 +166,7 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
     valid_tokens = min(MOST_VALID_TOKENS, int(rows.valid.inputs().sum(dtype=np.int64)))
     lengths, usual, longest = tuple(_lengths(data, model, train)), ROWS_PER_UPDATE, data.longest_row
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
-    count = min(data.train.rows, (train.max_examples or data.train.rows) * inputs.rows.train.documents.unit)
+    count = min(data.train.rows, (train.max_examples or data.train.rows) * inputs.rows.train.documents.rows_per_pair)
     if train.method == PRETRAIN:  # every window is full
         longest, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
         usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), longest)

@@ -72,7 +72,7 @@ def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
     return count, text
 
 
-def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
+def tokens_read(plan: Recommendation, tokens_there: int) -> int:
     """Tokens that a recommended pretraining reads from training documents of ``tokens_there`` tokens."""
     passes, steps = plan.settings.num_epochs * tokens_there, plan.settings.max_steps
     if steps is None:
@@ -82,7 +82,7 @@ def trained_tokens(plan: Recommendation, tokens_there: int) -> int:
 
 def pretraining_text(plan: Recommendation, parameters: int, tokens_there: int) -> str:
     """Compare the tokens that a recommended pretraining reads with those that the model wants."""
-    target, trained = wanted_tokens(parameters), trained_tokens(plan, tokens_there)
+    target, trained = wanted_tokens(parameters), tokens_read(plan, tokens_there)
     share, passes = trained / target, trained / max(1, tokens_there)
     text = (
         f"{count_text(parameters)} parameters want {count_text(target)} tokens "

@@ -154,7 +154,7 @@ def _whole_seconds(
         + math.ceil(updates / (question.train.eval_steps or eval_steps))
         + proof_passes(int(updates * fed_tokens), valid_tokens)
     )
-    answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.trained_tokens)
+    answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.labels)
     evaluated = min(sizes["test_tokens"], test.tokens) + answers + sizes["general_tokens"]
     return round(step_seconds * (updates + evaluated / fed_tokens) + forward_seconds * passes * valid_tokens, 1)
 
@@ -254,7 +254,7 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
         "compute_dtype": _why_dtype(fit),
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
-    together = f"{settings.window} = {rows} rows per update"
+    together = f"{settings.batch_text} = {rows} rows per update"
     together += f" ({counted(rows // 2, 'pair')})" if train.method in PAIRED else ""
     accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
     return {**reasons, **pinned, "gradient_accumulation": accumulation}

@@ -144,7 +144,7 @@ def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
 
 def batch_parts(job: TrainJob) -> tuple[str, ...]:
     """Describe the batch, ``batch size 2 x accumulation 8 (planned 4 x 4)``, and the settings that did not fit."""
-    shape, planned = job.settings, f"planned {job.rungs[0].failed.window}" if job.rungs else "as planned"
+    shape, planned = job.settings, f"planned {job.rungs[0].failed.batch_text}" if job.rungs else "as planned"
     now = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
     return (now, *rungs_of_job(job)[-1:], *job.gpu_rungs[-1:])
 

@@ -174,4 +174,4 @@ def coverage_of(summary: TrainingSummary) -> str:
     seen = f"each seen {times:.0f} times" if times.is_integer() else f"seen {times:.2f} times on average"
     text = f"{rows_text(summary.train_rows, summary.method)}, {'each seen once' if times == 1 else seen}"
     cut = f"{counted(summary.cut_rows, 'row') if summary.cut_rows else 'no row'} truncated"
-    return f"{text}; {summary.trained_tokens:,} labels trained" + ("" if summary.cut_rows is None else f"; {cut}")
+    return f"{text}; {summary.labels:,} labels trained" + ("" if summary.cut_rows is None else f"; {cut}")

@@ -32,7 +32,7 @@ from safetrain.core.records.settings import SMALLEST, LoraSettings, Shape, Train
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.adapters import make_trainable
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, mlx_optimizer
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.engine.test_architectures import FAMILIES, SMALL
@@ -317,7 +317,7 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     folder, lora = tiny_model(bits=4 if method == "lora" else None), dataclasses.replace(ALL, rank=8, num_layers=2)
     opened = open_base(folder, dequantize=True)
     make_trainable(opened, method, lora, 1)
-    optimizer = BlockOptimizer(of_mlx(name, 0.0, whole_model=method == "pretrain"))
+    optimizer = BlockOptimizer(mlx_optimizer(name, 0.0, whole_model=method == "pretrain"))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
     setup = Setup(read_model_files(folder), of_lora(lora, method=method, optimizer=name), "cpu")

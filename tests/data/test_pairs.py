@@ -102,11 +102,11 @@ def test_pairs_are_stored_as_two_rows_whose_last_answers_are_labels(write_jsonl:
     for name, split in report.splits:
         store = open_store(store_path(tmp_path / "validated", name))
         lines = [json.loads(line) for line in (tmp_path / "validated" / f"{name}.jsonl").read_text().splitlines()]
-        assert (store.rows.unit, len(store.rows), len(lines)) == (2, split.rows, split.pairs)
+        assert (store.rows.rows_per_pair, len(store.rows), len(lines)) == (2, split.rows, split.pairs)
         for number, line in enumerate(lines):
             chosen, rejected = store.rows[2 * number], store.rows[2 * number + 1]
             assert store.where(2 * number) == store.where(2 * number + 1)
-            end = len(chosen) - chosen.trained_tokens  # one run of labels at the end, after the same prompt
+            end = len(chosen) - chosen.labels  # one run of labels at the end, after the same prompt
             assert not any(each.trained[:end].any() for each in (chosen, rejected))
             assert chosen.ids[:end].tolist() == rejected.ids[:end].tolist()
             assert set(line) == {"prompt", "chosen", "rejected"}

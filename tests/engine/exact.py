@@ -58,7 +58,7 @@ def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     groups = list(fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout))
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
-    labels = sum(row.trained_tokens for row in data)
+    labels = sum(row.labels for row in data)
     return Update(data, batches, labels, 1, 1)
 
 

@@ -140,7 +140,7 @@ def test_float16_keeps_the_gradient_of_an_update_with_many_labels(
     """The weight of a label, 1 / labels, underflows in float16 from some thousand labels on."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)
     base, data = build_model(tmp_path / "model", **TINY), rows_of(20, 12)
-    data.unit = 2 if method == "orpo" else 1
+    data.rows_per_pair = 2 if method == "orpo" else 1
     found = list[tuple[float, np.ndarray]]()
     ways = [("float32", 2, False), ("float16", 2, False), ("float16", 1, False), ("float16", 2, True)]
     for dtype, size, on_disk in ways if method != "pretrain" else ways[:3]:
@@ -150,7 +150,7 @@ def test_float16_keeps_the_gradient_of_an_update_with_many_labels(
         model, gradients = prepared(base, settings)
         layout = training_layout(model, size, data)
         update = update_of_rows(data, list(fill(data, [0, 1], layout)), layout)
-        longer = dataclasses.replace(update, trained_tokens=labels, pairs=labels // 16 if method == "orpo" else 0)
+        longer = dataclasses.replace(update, labels=labels, pairs=labels // 16 if method == "orpo" else 0)
         loss, gradient = gradients.of(longer, 3)
         found.append((float(np.array(loss)), flat(gradient)))
     for loss_in_float16, vector in found[1:]:

@@ -30,7 +30,7 @@ from tests.support.random_models import TINY, build_model
 Build = Callable[..., Path]
 DPO = dataclasses.replace(STILL, method="dpo", dequantize_base=False, batch_size=4, gradient_accumulation=1)
 ORPO = dataclasses.replace(DPO, method="orpo")
-WHOLE = BatchLayout(10**6, unit=2)
+WHOLE = BatchLayout(10**6, rows_per_pair=2)
 
 
 def pairs_of(count: int, seed: int = 1) -> TokenRows:
@@ -42,7 +42,7 @@ def pairs_of(count: int, seed: int = 1) -> TokenRows:
             answer = source.integers(5, 500, int(source.integers(2, 12))).tolist()
             rows.append(token_row([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
     data = TokenRows.of(rows)
-    return TokenRows(data.ids, data.trained, data.starts, data.lengths, data.label_counts, unit=2)
+    return TokenRows(data.ids, data.trained, data.starts, data.lengths, data.label_counts, rows_per_pair=2)
 
 
 def gradient_of(
@@ -54,7 +54,7 @@ def gradient_of(
     update = update_of_rows(data, list(fill(data, rows, layout)), layout)
     loss, gradient = gradients.of(update, 0)
     vector = np.concatenate([np.array(part).ravel() for _, part in tree_flatten(gradient)])
-    return float(np.array(loss)) / update.trained_tokens, vector
+    return float(np.array(loss)) / update.labels, vector
 
 
 def test_the_losses_are_the_published_numbers() -> None:
@@ -123,7 +123,11 @@ def test_one_gradient_however_pairs_are_computed(settings: TrainSettings, width:
     expected, vector = gradient_of(folder, settings, data, WHOLE)
     most = float(np.abs(vector).max())
     on_disk = dataclasses.replace(settings, stream_base=True)
-    layouts = [BatchLayout(10**6, 2, unit=2), BatchLayout(100, 2, unit=2), BatchLayout(1, unit=2)]
+    layouts = [
+        BatchLayout(10**6, 2, rows_per_pair=2),
+        BatchLayout(100, 2, rows_per_pair=2),
+        BatchLayout(1, rows_per_pair=2),
+    ]
     for layout in layouts:
         loss, found = gradient_of(folder, settings, data, layout)
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -206,7 +210,7 @@ def test_training_begins_with_an_adapter_and_dpo_compares_with_it(tiny_model: Bu
 
 def test_pairs_and_methods_must_match() -> None:
     pairs, rows = (TrainingRows(data, data) for data in (pairs_of(3), pairs_of(3).take(slice(None))))
-    rows.train.documents.unit = 1
+    rows.train.documents.rows_per_pair = 1
     assert len(pairs.at_length(32, "dpo").train) == 6
     with pytest.raises(ConfigError, match=r"train.method=lora cannot use this data(.*\n)*.*dpo or orpo"):
         pairs.at_length(32, "lora")

@@ -20,7 +20,7 @@ from safetrain.engine.adapters import adapter_weights
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
-from safetrain.engine.optimizer import of_mlx
+from safetrain.engine.optimizer import mlx_optimizer
 from safetrain.engine.update import Gradients, prepare
 from safetrain.engine.weight_files import apply_adapter
 from tests.engine.exact import LAYOUTS, STILL
@@ -135,7 +135,7 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
     labels = [int(train.pieces([window]).label_counts.sum()) for window in range(len(train))]
     assert labels.count(0) > 3
     result = run(with_rows(job, train=train))
-    assert (result.metrics.steps, result.state.trained_tokens) == (len(train), sum(labels))
+    assert (result.metrics.steps, result.state.labels) == (len(train), sum(labels))
     nothing = dataclasses.replace(with_rows(job, valid=TokenRows.of([hidden])), output=tmp_path / "c")
     with pytest.raises(DataError, match="is a label"):
         run(nothing)
@@ -144,7 +144,7 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
 def test_norms_are_not_decayed_and_muon_takes_the_matrices_of_blocks() -> None:
     weight, norm = mx.ones((4, 8)), mx.ones((8,))
     parameters = {"embed": {"weight": weight}, "layers": [{"proj": {"weight": weight}, "norm": {"weight": norm}}]}
-    optimizer = of_mlx("muon", 0.5, whole_model=True)
+    optimizer = mlx_optimizer("muon", 0.5, whole_model=True)
     optimizer.init({"model": parameters})
     block = optimizer.state["model"]["layers"][0]
     assert (set(block["proj"]["weight"]), set(block["norm"]["weight"])) == ({"v"}, {"m", "v"})
@@ -159,7 +159,7 @@ def test_three_steps_of_muon_are_those_of_its_definition() -> None:
     source = np.random.default_rng(5)
     gradients, weight, momentum = source.normal(size=(3, 16, 48)), source.normal(size=(16, 48)), np.zeros((16, 48))
     tree = {"layers": [{"weight": mx.array(weight.astype(np.float32))}]}
-    optimizer = of_mlx("muon", 0.1, whole_model=True)
+    optimizer = mlx_optimizer("muon", 0.1, whole_model=True)
     optimizer.init(tree)
     kept, found = optimizer.state["layers"][0]["weight"], tree["layers"][0]["weight"]
     for step, gradient in enumerate(gradients, 1):

@@ -116,7 +116,7 @@ def test_a_training_ends_where_that_of_one_rank_ends(folder: Path, said: Read) -
     assert (many[0]["labels"], many[0]["metrics"]["steps"]) == (one["labels"], 8)
     records = [parse_csv((folder / f"whole_{count}" / "metrics_0.csv").read_text()) for count in (1, 2)]
     for alone, together in zip(*records, strict=True):
-        for name in ("step", "epoch", "trained_tokens"):
+        for name in ("step", "epoch", "labels"):
             assert getattr(together, name) == getattr(alone, name)
         for name in ("train_loss", "valid_loss", "grad_norm"):
             measured = getattr(alone, name)

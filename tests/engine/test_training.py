@@ -116,7 +116,7 @@ def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tm
     assert result.metrics.steps == 15  # 18 rows, 4 per update: 5 updates an epoch, the last of 2 rows
     assert records[-1].epoch == 3
     assert result.state.records[0].valid_loss == records[0].valid_loss
-    assert result.state.trained_tokens == 3 * sum(row.trained_tokens for row in rows(18, 1))
+    assert result.state.labels == 3 * sum(row.labels for row in rows(18, 1))
     assert records[-1].train_loss is not None
     assert records[1].train_loss is not None
     assert records[-1].train_loss < records[1].train_loss - 0.5
@@ -142,7 +142,7 @@ def test_an_interrupted_run_continues_bit_for_bit(tiny_model: Build, tmp_path: P
     assert folders == ["adapters", "checkpoint_epoch_2_step_14", "checkpoint_epoch_3_step_15"], "the others are pruned"
     again = run(job_in(broken, base))  # as where the process dies before its result is written down
     assert (again.state.resumed_from_step, again.metrics) == (15, result.metrics)
-    assert again.state.trained_tokens == result.state.trained_tokens
+    assert again.state.labels == result.state.labels
 
 
 @pytest.fixture

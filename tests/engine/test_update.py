@@ -24,7 +24,7 @@ from safetrain.engine.cpu.kernels import cross_entropy
 from safetrain.engine.layers import Randomness, key_of
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer, apply_gradient, learning_rate, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, apply_gradient, learning_rate, mlx_optimizer
 from safetrain.engine.update import Gradients, measure
 from safetrain.engine.upstream.adaptation import call_packed
 from tests.engine.exact import (
@@ -67,7 +67,7 @@ def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None
     def mean_loss(weights: dict[str, np.ndarray]) -> float:
         return sum(reference.loss(row.ids.tolist(), row.trained.tolist(), weights) for row in data) / labels
 
-    labels = sum(row.trained_tokens for row in data)
+    labels = sum(row.labels for row in data)
     update = update_of(data, ONE_LIST)
     loss, gradient = gradients.of(update, 0)
     assert float(np.array(loss)) / labels == pytest.approx(mean_loss(lora), rel=1e-6)
@@ -213,7 +213,7 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
         losses = nn.losses.cross_entropy(module(ids[:, :-1]), ids[:, 1:]) * weights[:, 1:]
         return losses.sum() / weights[:, 1:].sum()
 
-    mine, other = BlockOptimizer(of_mlx(name, 0.0)), of_mlx(name, 0.0)
+    mine, other = BlockOptimizer(mlx_optimizer(name, 0.0)), mlx_optimizer(name, 0.0)
     mine.init(model.module.trainable_parameters())
     for step in range(8):
         data, rate = UNEQUAL.take(range(step, step + 3)), learning_rate(step, 1e-3, 2, 8)
@@ -337,7 +337,11 @@ def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
             apply_gradient(model, optimizer, gradient_at(module, step), 9.0, 1e-2, 5.0)
         return flat(module.trainable_parameters())
 
-    mine, theirs, expected = BlockOptimizer(of_mlx(name, DECAYS[name])), of_mlx(name, DECAYS[name]), Trunk(40)
+    mine, theirs, expected = (
+        BlockOptimizer(mlx_optimizer(name, DECAYS[name])),
+        mlx_optimizer(name, DECAYS[name]),
+        Trunk(40),
+    )
     theirs.init(expected.trainable_parameters())
     for step in range(6):
         theirs.learning_rate = 1e-2
@@ -346,13 +350,13 @@ def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
     assert (trained(mine) == flat(expected.trainable_parameters())).all()
     assert (flat(mine.state) == flat(theirs.state)).all()
     if name == "adamw":
-        compiled = trained(BlockOptimizer(of_mlx(name, 0.1), compiled=True))
+        compiled = trained(BlockOptimizer(mlx_optimizer(name, 0.1), compiled=True))
         np.testing.assert_allclose(compiled, flat(expected.trainable_parameters()), rtol=1e-5, atol=1e-6)
 
 
 def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
     """Twice the blocks' own size would be all new moments and weights; a fraction is one block's."""
-    module, optimizer = Trunk(2**14), BlockOptimizer(of_mlx("adam", 0.0))
+    module, optimizer = Trunk(2**14), BlockOptimizer(mlx_optimizer("adam", 0.0))
     optimizer.init(module.trainable_parameters())
     gradient = gradient_at(module, 0)
     mx.eval(gradient, optimizer.state)

@@ -19,7 +19,7 @@ from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine,
 from safetrain.core.records.schema import OFF, SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
 from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
-from safetrain.plan.pretraining import pretraining_text, trained_tokens
+from safetrain.plan.pretraining import pretraining_text, tokens_read
 from safetrain.plan.recommend import recommendation_of
 from stages.recommend_config import cut_lines, recommendation_lines
 from tests.conftest import EMBEDDED
@@ -343,7 +343,7 @@ def test_what_a_person_set_is_printed_as_set_and_changes_no_plan() -> None:
 def test_pairs_that_are_equal_when_truncated_are_counted() -> None:
     prompt, ends = [7] * 10, ([1] * 6, [2] * 6, [1] * 6, [1] * 5 + [2])
     rows = TokenRows.of([token_row([*prompt, *end], [False] * 10 + [True] * 6) for end in ends])
-    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, unit=2)
+    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, rows_per_pair=2)
     lines = list(cut_lines(TrainingRows(pairs, NO_ROWS), 14))
     assert lines[0].startswith("train: 4 of 4 rows truncated to 14 tokens")
     assert lines[1].startswith("train: 1 of 2 pairs have equal answers when truncated")
@@ -377,7 +377,7 @@ def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
     chosen = pretraining(int(times * wanted))
     update = chosen.settings.rows_per_update * 512
     assert chosen.longest_row == 512, "of whole windows, whatever the documents"
-    assert trained_tokens(chosen, int(times * wanted)) == pytest.approx(wanted, abs=update)
+    assert tokens_read(chosen, int(times * wanted)) == pytest.approx(wanted, abs=update)
     assert chosen.settings.max_steps == -(-wanted // update)
     assert chosen.settings.warmup_steps == usual_warmup(chosen.settings.max_steps)
     reason = chosen.reasons["max_steps"]

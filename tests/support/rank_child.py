@@ -72,7 +72,7 @@ def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
             tree = ranks.sum_gradient(tree, window)
             loss = mx.array(ranks.total(0, window, float(np.array(loss)))[0])
         rows = sum(len(batch.rows) for batch in update.micro_batches)
-        found.append((float(np.array(loss)), update.trained_tokens, rows, flat(tree).tolist()))
+        found.append((float(np.array(loss)), update.labels, rows, flat(tree).tolist()))
     return {"updates": found}
 
 
@@ -161,7 +161,7 @@ def _found(result: Result | None) -> dict[str, Any]:
     if result is None:
         return {}
     metrics, state = dataclasses.asdict(result.metrics), result.state
-    return {"metrics": metrics, "resumed": state.resumed_from_step, "labels": state.trained_tokens}
+    return {"metrics": metrics, "resumed": state.resumed_from_step, "labels": state.labels}
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {

@@ -38,7 +38,7 @@ PLAN = Recommendation(
 PROOF = Proof(9, 90, 1.0, Likeness(3.0, 1.0, 0.0, 0, 9, 0), Likeness(1.0, 0.0, 1.0, 9, 0, 0), "mlx-lm")
 SUMMARY = TrainingSummary(
     **vars(SETTINGS), final_train_loss=0.5, valid_loss=0.46, best_valid_loss=0.45, best_step=25, steps=UPDATES,
-    base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
+    base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, labels=999,
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
     predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, stopped_early=False,
     base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(), proof=PROOF,

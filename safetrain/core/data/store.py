@@ -35,7 +35,7 @@ OF_ROWS = {"ids": "<u4", "trained": "?", "prompt_ids": "<u4", "answer_ids": "<u4
 OF_QUESTIONS = {"prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
 OF_DOCUMENTS = {"lengths": "<u4", "files": "<u4", "lines": "<u4"}
 CORPUS = "documents_in"  # the metadata key of a corpus
-PAIRS = "pairs"  # the metadata key of preference data: each two rows are a pair (TokenRows.unit)
+PAIRS = "pairs"  # the metadata key of preference data: each two rows are a pair (TokenRows.rows_per_pair)
 SAMPLES = 16  # of a token file
 
 
@@ -102,7 +102,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class DocumentRange:
     """Consecutive whole documents of a token file."""
 
     file: int
@@ -120,7 +120,7 @@ class Corpus:
     """The token files of a corpus, and the stretches of one split. A slice reads the stretches as one sequence."""
 
     files: tuple[TokenFile, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[DocumentRange, ...]
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
@@ -218,7 +218,9 @@ def _read(path: Path) -> Store:
         bounds = [np.concatenate([[0], arrays[name][:].astype(np.int64)]) for name in ("row_ends", *OF_QUESTIONS)]
         starts, lengths = bounds[0][:-1], np.diff(bounds[0])
         unit = 2 if PAIRS in metadata else 1
-        rows = TokenRows(arrays["ids"], arrays["trained"], starts, lengths, arrays["label_counts"][:], unit=unit)
+        rows = TokenRows(
+            arrays["ids"], arrays["trained"], starts, lengths, arrays["label_counts"][:], rows_per_pair=unit
+        )
         return Store(*origin, rows, arrays, arrays["question_rows"][:], tuple(bounds[1:]))
     except (ValueError, LookupError, TypeError, AttributeError):
         what, do = "The token store is damaged, or has another version.", f"run '{dvc()} repro -f -s validate_data'"

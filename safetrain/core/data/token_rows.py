@@ -32,7 +32,7 @@ class TokenRow:
         return len(self.ids)
 
     @property
-    def trained_tokens(self) -> int:
+    def labels(self) -> int:
         """The number of labels. A row's first token is never a label, because no token before it predicts it."""
         return int(np.count_nonzero(self.trained[1:]))
 
@@ -57,14 +57,15 @@ class TokenRows:
 
     def __init__(
         self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
-        numbers: np.ndarray | None = None, unit: int = 1,
+        numbers: np.ndarray | None = None, rows_per_pair: int = 1,
     ) -> None:  # fmt: skip
         """``ids`` and ``trained`` have shape (tokens,); the others (rows,): each row's start, length and label count.
 
-        ``numbers``: row numbers to show in messages; None: the indices. ``unit`` is 2 for preference data: two rows in
-        sequence, prompt with chosen and prompt with rejected answer, are a pair, stay together and have one number.
+        ``numbers``: row numbers to show in messages; None: the indices. ``rows_per_pair`` is 2 for preference data: two
+        rows in sequence, prompt with chosen and prompt with rejected answer, are a pair, stay together and have one
+        number.
         """
-        self.ids, self.trained, self._numbers, self.unit = ids, trained, numbers, unit
+        self.ids, self.trained, self._numbers, self.rows_per_pair = ids, trained, numbers, rows_per_pair
         self.starts = starts.astype(np.int64, copy=False)
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
@@ -77,7 +78,7 @@ class TokenRows:
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, dtype=np.uint32), *(row.ids for row in rows)])
         trained = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.trained for row in rows)])
-        labels = np.array([row.trained_tokens for row in rows], dtype=np.int64)
+        labels = np.array([row.labels for row in rows], dtype=np.int64)
         return cls(ids, trained, np.cumsum(lengths) - lengths, lengths, labels)
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class TokenRows:
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
         """The numbers that messages show for these rows."""
         places = np.asarray(rows, dtype=np.int64)
-        return (places // self.unit if self._numbers is None else self._numbers[places]).tolist()
+        return (places // self.rows_per_pair if self._numbers is None else self._numbers[places]).tolist()
 
     def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
         """The rows of an update, the longest first; equally long rows by index."""
@@ -109,22 +110,22 @@ class TokenRows:
         """A selection of rows, in this order."""
         places = rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
         chosen = self.starts[places], self.lengths[places], self.label_counts[places]
-        taken = TokenRows(self.ids, self.trained, *chosen, unit=self.unit)
+        taken = TokenRows(self.ids, self.trained, *chosen, rows_per_pair=self.rows_per_pair)
         taken.references = None if self.references is None else self.references[places]
         return taken
 
     def sample(self, most_tokens: int) -> np.ndarray:
         """Indices of all rows, or of evenly spaced rows (or pairs) with about ``most_tokens`` tokens in all."""
-        units = len(self) // self.unit
+        units = len(self) // self.rows_per_pair
         return self.rows_of(evenly_spaced(max(1, units * most_tokens // max(1, self.tokens)), units))
 
     def rows_of(self, units: np.ndarray) -> np.ndarray:
         """Indices of the rows of these pairs, (pairs x 2,); rows that are not pairs stay as they are."""
-        return (units[:, None] * self.unit + np.arange(self.unit, dtype=units.dtype)).reshape(-1)
+        return (units[:, None] * self.rows_per_pair + np.arange(self.rows_per_pair, dtype=units.dtype)).reshape(-1)
 
     def first(self, count: int | None) -> "TokenRows":
         """The first ``count`` rows or pairs; None: all."""
-        return self.take(slice(None if count is None else count * self.unit))
+        return self.take(slice(None if count is None else count * self.rows_per_pair))
 
     def reference(self, rows: np.ndarray) -> np.ndarray:
         """The reference's log-probabilities of these rows, (rows,) float32; zeros if there are none."""
@@ -140,11 +141,11 @@ class TokenRows:
             trained = self.trained[starts[row] + 1 : starts[row] + lengths[row]]
             later = max(0, 1 + int(trained.argmax()) - max_seq_length // 2)
             first, moved = (int(np.count_nonzero(trained[at : at + max_seq_length - 1])) for at in (0, later))
-            begin = later if moved > first and not (first and self.unit > 1) else 0
+            begin = later if moved > first and not (first and self.rows_per_pair > 1) else 0
             starts[row] += begin
             lengths[row] = min(lengths[row] - begin, max_seq_length)
             labels[row] = moved if begin else first
-        shorter = TokenRows(self.ids, self.trained, starts, lengths, labels, unit=self.unit)
+        shorter = TokenRows(self.ids, self.trained, starts, lengths, labels, rows_per_pair=self.rows_per_pair)
         shorter.cut_rows = len(long)
         shorter.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
         return shorter

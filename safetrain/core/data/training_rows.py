@@ -58,7 +58,7 @@ class TrainingRows:
 
     def require_rows_for(self, method: str) -> None:
         """Raise ConfigError if ``method`` trains on pairs and these rows are not pairs, or the other way round."""
-        if (self.train.documents.unit == 2) != (method in PAIRED):
+        if (self.train.documents.rows_per_pair == 2) != (method in PAIRED):
             expected, got = "pairs of answers (prompt, chosen, rejected)", "rows with one answer"
             expected, got = (expected, got) if method in PAIRED else (got, expected)
             do = f"set train.method to {'lora' if method in PAIRED else ' or '.join(PAIRED)}, or use other data"
@@ -93,10 +93,10 @@ def _sampled(valid: TokenRows) -> TokenRows:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The position in the data: the next update is number ``window`` of ``epoch``, both from 0."""
+    """The position in the data: the next update is number ``step_in_epoch`` of ``epoch``, both from 0."""
 
     epoch: int
-    window: int
+    step_in_epoch: int
 
 
 def largest_update(
@@ -116,7 +116,7 @@ def largest_update(
     return Shape(rows_per_update, longest, tokens, labels)
 
 
-def largest_windows(
+def largest_update_rows(
     data: TrainRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
 ) -> list[UpdateRows]:
     """The rows of the update with most tokens, and of the update with most labels if it is a different one.
@@ -138,7 +138,7 @@ def _largest(
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
         updates = min(remaining - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
-            order = row_order(seed, epoch, len(data), data.longest, data.unit)[: updates * rows_per_update]
+            order = row_order(seed, epoch, len(data), data.longest, data.rows_per_pair)[: updates * rows_per_update]
             for kind, each in enumerate(sizes):
                 sums = np.add.reduceat(each[order], range(0, len(order), rows_per_update))
                 place = int(sums.argmax())
@@ -153,18 +153,22 @@ def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) ->
 
     The first update of an epoch has the longest row of all, so a shape that does not fit in memory fails at once.
     """
-    order = row_order(seed, cursor.epoch, len(data), data.longest, data.documents.unit)
-    first = cursor.window * rows_per_update
+    order = row_order(seed, cursor.epoch, len(data), data.longest, data.documents.rows_per_pair)
+    first = cursor.step_in_epoch * rows_per_update
     return data.of_update(order[first : first + rows_per_update])
 
 
 @functools.lru_cache(maxsize=1)  # only the current epoch's: 4 bytes a row
-def row_order(seed: int, epoch: int, rows: int, longest: int, unit: int = 1) -> np.ndarray:
-    """A random order of the rows for an epoch, except that the longest row is first. ``unit`` rows stay together."""
-    order = np.random.default_rng([seed, epoch]).permutation(rows // unit).astype(np.uint32)
-    place = int(np.flatnonzero(order == longest // unit)[0])
+def row_order(seed: int, epoch: int, rows: int, longest: int, rows_per_pair: int = 1) -> np.ndarray:
+    """A random order of the rows for an epoch, the longest row first. The rows of a pair stay together."""
+    order = np.random.default_rng([seed, epoch]).permutation(rows // rows_per_pair).astype(np.uint32)
+    place = int(np.flatnonzero(order == longest // rows_per_pair)[0])
     order[[0, place]] = order[[place, 0]]
-    return order if unit == 1 else (order[:, None] * unit + np.arange(unit, dtype=np.uint32)).reshape(-1)
+    return (
+        order
+        if rows_per_pair == 1
+        else (order[:, None] * rows_per_pair + np.arange(rows_per_pair, dtype=np.uint32)).reshape(-1)
+    )
 
 
 def order_fingerprint() -> str:
@@ -174,8 +178,8 @@ def order_fingerprint() -> str:
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
     """The cursor after one update."""
-    if cursor.window + 1 < updates_per_epoch(rows, rows_per_update):
-        return Cursor(cursor.epoch, cursor.window + 1)
+    if cursor.step_in_epoch + 1 < updates_per_epoch(rows, rows_per_update):
+        return Cursor(cursor.epoch, cursor.step_in_epoch + 1)
     return Cursor(cursor.epoch + 1, 0)
 
 

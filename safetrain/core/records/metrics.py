@@ -23,7 +23,7 @@ class StepRecord:
     valid_loss: float | None  # mean per label (preference training: per pair) over the validation rows
     learning_rate: float | None  # at the last step
     grad_norm: float | None  # gradient norm of the last step, before clipping
-    trained_tokens: int  # labels seen since the start of the run
+    labels: int  # labels seen since the start of the run
     labels_per_second: float | None  # speed since the last record
     peak_memory_bytes: int  # peak memory of mlx over all steps
     footprint_bytes: int  # memory of the process (macOS: its footprint)
@@ -70,7 +70,7 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     train_rows: int
     trainable_parameters: int
     resumed_from_step: int  # 0: never interrupted
-    trained_tokens: int  # labels
+    labels: int  # labels
     elapsed_seconds: float  # time of the steps, without loading, validation and saving
     tokens_per_second: float  # speed in input tokens, without padding
     peak_memory_bytes: int  # peak memory of mlx over all steps
@@ -135,11 +135,11 @@ def parse_csv(text: str) -> list[StepRecord]:
     return records
 
 
-def proved_tokens(trained_tokens: int) -> int:
+def proved_tokens(labels: int) -> int:
     """Maximum number of validation tokens for the adapter check, so that it takes 1 % of the training's time."""
-    return min(MOST_PROVED, max(LEAST_PROVED, trained_tokens // TRAINED_TO_PROVED))
+    return min(MOST_PROVED, max(LEAST_PROVED, labels // TRAINED_TO_PROVED))
 
 
-def proof_passes(trained_tokens: int, valid_tokens: int) -> float:
+def proof_passes(labels: int, valid_tokens: int) -> float:
     """Time of the adapter check, in validations: three passes over a sample of the rows."""
-    return 3 * min(1.0, proved_tokens(trained_tokens) / max(1, valid_tokens))
+    return 3 * min(1.0, proved_tokens(labels) / max(1, valid_tokens))

@@ -26,7 +26,7 @@ class SplitReport:
 
     rows: int  # two for each pair
     tokens: int
-    trained_tokens: int
+    labels: int
     lengths: LengthQuantiles
     label_bytes: int = 0  # UTF-8 bytes of all labels without special tokens; 0: unknown
     pairs: int = 0  # of preference data

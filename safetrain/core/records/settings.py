@@ -78,7 +78,7 @@ class TrainSettings:
         return "lora" if self.method in PAIRED else self.method
 
     @property
-    def window(self) -> str:
+    def batch_text(self) -> str:
         """Rows of an update, as ``batch size x accumulation``."""
         return f"{self.batch_size} x {self.gradient_accumulation}"
 
@@ -92,7 +92,7 @@ class TrainSettings:
         extra = ", blocks recomputed" if self.gradient_checkpointing else ""
         extra += ", base dequantized" if self.dequantize_base else ""
         extra += ", base on disk" if self.stream_base else ""
-        return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{extra}"
+        return f"{self.batch_text} rows per update, at most {self.max_seq_length} tokens each{extra}"
 
 
 SMALLEST = TrainSettings(  # of one step on one row, for a caller to change what it needs
@@ -194,7 +194,7 @@ def resolve(train: Train, lora: Lora, recommended: TrainSettings) -> TrainSettin
     if settings.method in PAIRED and settings.rows_per_update % 2:
         what = f"train.batch_size x gradient_accumulation is odd; with {settings.method}, two rows are a pair."
         do = "run recommend_config with the same overrides, or set train.gradient_accumulation to an even number"
-        raise ConfigError(what, got=settings.window, do=do)
+        raise ConfigError(what, got=settings.batch_text, do=do)
     return settings
 
 

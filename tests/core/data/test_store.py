@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from safetrain.core.data.store import (
     VERSION,
     Corpus,
+    DocumentRange,
     Store,
-    Stretch,
     TokenFile,
     open_store,
     read_made,
@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert len(store.rows) == len(ROWS)
     assert all(same(found, row) for found, row in zip(store.rows, ROWS, strict=True))
     assert store.rows.lengths.tolist() == [len(row) for row in ROWS]
-    assert store.rows.label_counts.tolist() == [row.trained_tokens for row in ROWS]
+    assert store.rows.label_counts.tolist() == [row.labels for row in ROWS]
     assert list(map(store.question, range(len(store.question_rows)))) == QUESTIONS
     assert store.where(3) == "train.tokens.jsonl:4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing else is left
@@ -137,7 +137,7 @@ def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int) -> None:
         assert cut.lengths.tolist() == [len(ids) for ids, _ in expected]
         assert cut.label_counts.tolist() == [sum(trained[1:]) for _, trained in expected]
         assert cut.cut_rows == sum(len(row) > size for row in plain)
-        assert cut.lost_labels == sum(row.trained_tokens for row in plain) - int(cut.label_counts.sum())
+        assert cut.lost_labels == sum(row.labels for row in plain) - int(cut.label_counts.sum())
 
 
 def test_a_truncated_row_keeps_at_least_the_labels_of_its_first_tokens() -> None:
@@ -159,7 +159,7 @@ def test_a_truncated_row_keeps_at_least_the_labels_of_its_first_tokens() -> None
                 (kept,) = TokenRows.of([row]).cut(size).label_counts.tolist()
                 assert kept >= min(answer, max(size // 2, size - prompt)), (size, prompt, answer)
     rows = TokenRows.of([token_row([1] * n, [False] * 60 + [True] * (n - 60)) for n in (62, 200, 300, 90)])
-    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, unit=2).cut(64)
+    pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, rows_per_pair=2).cut(64)
     assert (pairs.starts - rows.starts).tolist() == [0, 0, 0, 0]
     assert (rows.cut(64).starts - rows.starts).tolist() == [0, 28, 28, 28]
 
@@ -180,7 +180,7 @@ def two_files(tmp_path: Path) -> tuple[Store, list[Path]]:
     with StoreWriter(tmp_path / "train.tokens.safetensors", documents=True) as writer:
         writer.add_documents(np.array([2, 5]), 0, np.array([2, 3]))
         writer.add_documents(np.array([4]), 1, np.array([2]))
-        writer.finish_corpus(MADE, "digest", Corpus(files, (Stretch(0, 4, 11), Stretch(1, 3, 7))), 3.5)
+        writer.finish_corpus(MADE, "digest", Corpus(files, (DocumentRange(0, 4, 11), DocumentRange(1, 3, 7))), 3.5)
     return open_store(tmp_path / "train.tokens.safetensors"), paths
 
 

@@ -38,7 +38,7 @@ def test_every_token_is_predicted_once_and_only_from_its_document(lengths: list[
         for number, row, start in zip(pieces.numbers(range(len(pieces))), pieces, pieces.starts.tolist(), strict=True):
             places = np.arange(start + 1, start + len(row))
             assert np.array_equal(stream[start : start + len(row)], row.ids)
-            assert row.trained_tokens == len(row) - 1
+            assert row.labels == len(row) - 1
             predicted[places] += 1
             opener = document_of[start] != document_of[start + 1]
             assert set(document_of[places]) == {number}
@@ -65,7 +65,7 @@ NONE = TokenRows.of([])
 def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
     windows = [Cursor(e, w) for e in range(epochs) for w in range(updates_per_epoch(len(ROWS), rows_per_update))]
     updates = [rows_at(ROWS, cursor, seed, rows_per_update).rows for cursor in windows]
-    return [(sum(len(ROWS[r]) - 1 for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
+    return [(sum(len(ROWS[r]) - 1 for r in rows), sum(ROWS[r].labels for r in rows)) for rows in updates]
 
 
 @pytest.mark.parametrize("rows_per_update", [16, 7])
