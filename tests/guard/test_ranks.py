@@ -43,7 +43,13 @@ def gradient(seconds, step=3):
 def fail(failed):
     pipe.send(failed)
     os._exit(failed.exit_code)
+def meet():
+    folder = flight.parent if rank else flight
+    (folder / f"met_{rank}").touch()
+    while len(list(folder.glob("met_*"))) < 2:
+        time.sleep(0.02)
 def lost():
+    meet()
     recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(3))
     time.sleep(0.15)
     fail(Failed("EngineError", "Rank 1 is gone: the ranks cannot exchange numbers any more", 9))
@@ -62,7 +68,7 @@ settings = WatchSettings(command, output / "flight", None, 60.0, (), ranks=2, ho
 supervise(settings, lambda event: print(event, flush=True))
 """
 STOPPED = Failed("InterruptedRun", "Stopped at step 3", 143)
-FLOOR = 0.4  # seconds; fifteen times that until the first record
+FLOOR = 1.0  # seconds without a record, which a quick phase may take on a busy machine
 ENDED_SECONDS = 30.0
 
 
@@ -78,6 +84,8 @@ def run(
     launched: bool = False,
 ) -> Ending:  # fmt: skip
     """Supervise two ranks that run these programs."""
+    for met in (output / "flight").glob("met_*"):
+        met.unlink()
     parts = ("\n".join(f"    {line}" for line in program.strip().splitlines()) for program in (rank_0, rank_1))
     program = f"{START}\nif rank == 0:\n{next(parts)}\nelse:\n{next(parts)}\n"
     settings = WatchSettings(
@@ -134,11 +142,11 @@ def test_the_death_of_one_ends_all_and_is_named(output: Path, died: int, launche
 
 def test_a_rank_that_ends_because_its_peer_has_gone_is_not_the_cause(output: Path) -> None:
     """Although it ends first: mlx closes connections before the process of the other is gone."""
-    slow = "recorder.write(Phase.LOSS, Edge.BEFORE, Work(3))\ntime.sleep(0.5)\nos.abort()"
+    slow = "meet()\nrecorder.write(Phase.LOSS, Edge.BEFORE, Work(3))\ntime.sleep(0.5)\nos.abort()"
     ending = run(output, "lost()", slow)
     assert (ending.rank, ending.return_code) == (1, -signal.SIGABRT)
     assert told(output, ending).cause == "crash"
-    ending = run(output, "lost()", 'fail(Failed("DiskFullError", "The disk is full.", 8))')
+    ending = run(output, "lost()", 'meet()\nfail(Failed("DiskFullError", "The disk is full.", 8))')
     assert (ending.rank, ending.return_code, told(output, ending).cause) == (1, 8, "disk_full")
 
 
@@ -159,9 +167,9 @@ time.sleep(60)
 
 def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     """On its own machine it has no FIFO to the supervisor. Rank 0 waits for it in mlx, where no signal is looked at."""
-    said = "time.sleep(0.5)\nEventPipe(2, failures_only=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))"
+    said = "meet()\nEventPipe(2, failures_only=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))"
     began = time.monotonic()
-    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nexchange(60)"
+    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nmeet()\nexchange(60)"
     ending = run(output, waits, f"{said}\nos._exit(7)", launched=True)
     assert time.monotonic() - began < ENDED_SECONDS
     assert (ending.rank, ending.return_code) == (1, 7)
@@ -176,8 +184,8 @@ def test_a_rank_may_wait_while_another_works_and_not_for_ever(output: Path, monk
     assert (ending.ended_by_us, ending.rank) == ("hang", 1), "not the one that waits for it"
     assert (found.cause, found.phase, found.exit_code) == ("hang", "gradient", 124)
     assert "here" in (rank_folder(output / "flight", 1) / STACKS).read_text()
-    work = "for step in range(10): gradient(0.1)\ngradient(0.01)\npipe.send(FINISHED)"
-    ending = run(output, work, "for _ in range(3): exchange(0.01)\nexchange(1.0)", FLOOR)
+    work = "for step in range(15): gradient(0.1)\npipe.send(FINISHED)"
+    ending = run(output, work, "for _ in range(3): exchange(0.01)\nexchange(1.5)", FLOOR)
     assert (ending.ended_by_us, ending.return_code, ending.finished is None) == ("", 0, False)
     both = "for _ in range(3): exchange(0.01)\nexchange(60)"
     ending = run(output, both, both, FLOOR)
@@ -186,11 +194,13 @@ def test_a_rank_may_wait_while_another_works_and_not_for_ever(output: Path, monk
 
 def test_a_signal_reaches_all_ranks(output: Path) -> None:
     both = """
-signal.signal(signal.SIGTERM, told_on)
+heard = []
+signal.signal(signal.SIGTERM, lambda *signalled: (told_on(*signalled), heard.append(rank)))
+meet()
 if rank == 1:
-    time.sleep(0.3)
     os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(1.0)
+while not heard:
+    time.sleep(0.05)
 """
     seen: list[Event] = []
     ending = run(output, both, both, seen=seen)

@@ -143,9 +143,10 @@ def test_last_words_are_kept_and_a_flood_blocks_nobody(flight: Path, capfdbinary
 
 def test_a_process_beyond_its_limit_is_asked_to_end_then_killed(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets go of what it holds; killed at once it may leave wired GPU memory (omlx#2184)."""
-    monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.5)
-    limit, taking = 100 * 2**20, "\nkept = bytearray(200 * 2**20)\ntime.sleep(60)"
-    for handler, code in (("lambda n, f: sys.exit(143)", 143), ("signal.SIG_IGN", -signal.SIGKILL)):
+    # A signal is answered between two pieces.
+    limit, taking = 100 * 2**20, "\nkept = [bytearray(2**20) for _ in range(200)]\ntime.sleep(60)"
+    for handler, code, seconds in (("lambda n, f: sys.exit(143)", 143, 60.0), ("signal.SIG_IGN", -signal.SIGKILL, 0.5)):
+        monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", seconds)
         ending = run(f"signal.signal(signal.SIGTERM, {handler}){taking}", flight, limit=limit)
         assert (ending.ended_by_us, ending.return_code) == ("limit", code)
         assert ending.memory.footprint_bytes > limit
@@ -184,7 +185,7 @@ def inner_place():
     time.sleep(60)
 inner_place()
 """
-FLOOR = 0.3  # seconds; fifteen times that until the first record
+FLOOR = 1.0  # seconds without a record, which a quick phase may take on a busy machine
 
 
 def test_a_hang_is_ended_with_its_stacks_or_killed(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +204,7 @@ def test_a_process_that_somebody_stops_and_lets_go_on_is_no_hang(flight: Path) -
     ending = run(
         """
 import subprocess
-subprocess.Popen(["sh", "-c", f"while sleep 1; do kill -CONT {os.getpid()} || exit; done"])
+subprocess.Popen(["sh", "-c", f"while sleep 2; do kill -CONT {os.getpid()} || exit; done"])
 for _ in range(3):
     with recorder.phase(Phase.GRADIENT, Work(1)):
         pass
@@ -255,7 +256,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(supervising: Supervising) 
     process = supervising(WORKING)
     child = int(line_from(process))
     process.kill()
-    wait_for(lambda: is_gone(child), "it ends", 2.0)
+    wait_for(lambda: is_gone(child), "it ends")
 
 
 def test_when_dvc_is_killed_the_training_is_asked_to_save_and_end(flight: Path) -> None:
@@ -271,7 +272,7 @@ def test_when_dvc_is_killed_the_training_is_asked_to_save_and_end(flight: Path) 
     assert line_from(starter) == "told SIGTERM"
     ending = json.loads(line_from(starter))
     assert (ending["ended_by_us"], ending["return_code"]) == ("orphan", 143)
-    wait_for(lambda: is_gone(child), "it ends", 2.0)
+    wait_for(lambda: is_gone(child), "it ends")
     starter.stdout.close()
 
 
@@ -279,7 +280,7 @@ def test_nothing_is_left_after_an_ending(flight: Path) -> None:
     """No process, thread or open file: a long run may have many endings, one for each rung of the memory ladder."""
     threads = threading.active_count()
     assert is_gone(run("print(1)", flight).pid)
-    wait_for(lambda: threading.active_count() == threads, "they end", 2.0)
+    wait_for(lambda: threading.active_count() == threads, "they end")
     command = [sys.executable, "-W", "error", "-c", SUPERVISOR, str(flight), START + "sys.exit(3)"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert json.loads(told.stdout.splitlines()[-1])["return_code"] == 3
