@@ -47,7 +47,8 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows, tra
     settings, measured = recommendation.settings, recommendation.measured
     for name, reason in recommendation.reasons.items():
         section, _, key = name.rpartition(".")
-        value, pin = getattr(settings.lora if section else settings, key), getattr(train, key, None)
+        record = settings.lora if section else settings if hasattr(settings, key) else recommendation
+        value, pin = getattr(record, key), getattr(train, key, None)
         if pin is not None and not section and SET not in reason:
             value, reason = pin, SET
         text = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value

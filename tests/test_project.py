@@ -219,18 +219,8 @@ def made_wheel(folder: Path) -> Path:
     subprocess.run(command, cwd=folder / "safetrain-0.1.0", check=True, capture_output=True)
     shutil.rmtree(folder / "safetrain-0.1.0")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        f"--python={env}",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--quiet",
-    ]
-    subprocess.run([*pip, next(folder.glob("*.whl"))], check=True)
+    pip, options = [sys.executable, "-m", "pip", f"--python={env}"], ["--no-deps", "--no-index", "--no-compile", "-q"]
+    subprocess.run([*pip, "install", *options, next(folder.glob("*.whl"))], check=True)
     return next(env.glob("lib/python*/site-packages"))
 
 

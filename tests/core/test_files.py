@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -10,11 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from safetrain.core.errors import AlreadyRunningError, EngineError, MachineError, ModelError, SafetrainError
-from safetrain.core.formatting import override
 from safetrain.core.lock import lock_path, require_no_training, training_lock
 from safetrain.core.records.run_state import (
     MANIFEST,
@@ -139,16 +135,6 @@ def test_an_error_that_is_understood_has_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()  # and a disk that refuses hides no error
     assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
-
-
-@pytest.mark.parametrize(
-    "path", ["a/b-1.jsonl", "my data/mein öl.jsonl", "a=b.jsonl", "it's", 'a"b', "a,[b]", "${x}", "end\\"]
-)
-def test_an_override_can_be_pasted(path: str) -> None:
-    (word,) = shlex.split(override("data.path", path))
-    value = OverridesParser.create().parse_override(word).value()
-    assert str(OmegaConf.create({"path": str(value)}).path) == path
-    assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"  # without quotes
 
 
 CONTENTS = {"adapters.safetensors": bytes(range(256)) * 20, "state.json": b'{"step": 3}\n', "empty": b""}

@@ -61,25 +61,6 @@ def test_every_container_in_every_encoding_and_compression_whatever_its_name(tmp
         assert values(path) == ROWS, path
 
 
-def test_tables_of_arrow(tmp_path: Path) -> None:
-    assert values(parquet(tmp_path / "a.parquet", ROWS)) == ROWS
-    assert values(arrow_stream(tmp_path / "data-00000-of-00001.arrow", ROWS)) == ROWS
-    assert values(arrow_stream(tmp_path / "a.feather", ROWS, file=True)) == ROWS
-    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
-    path = parquet(tmp_path / "b.parquet", rows)  # bytes are text, or null
-    assert next(value for _, value in rows_of(path)) == {"prompt": "q", "completion": "ação"}
-    assert f"{path}, row 2: completion must be a string, not null" in refusal_of(path)
-
-
-def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) -> None:
-    row = {**chat("q", "a"), "at": None, "score": 0.5}
-    row["messages"] = [{**message, "tool_calls": None} for message in chat("q", "a")["messages"]]  # type: ignore[attr-defined]
-    path = parquet(tmp_path / "a.parquet", [row])
-    (sourced,) = read_rows(path)
-    assert sourced.row.as_json() == chat("q", "a")
-    assert (sourced.where, sourced.row.ignored_keys) == (f"{path}, row 1", ("score",))
-
-
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_the_place_is_the_line_and_in_arrays_and_tables_the_row(tmp_path: Path, container: str) -> None:
     path = tmp_path / f"a{CONTAINERS[container][0]}"

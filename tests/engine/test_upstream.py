@@ -2,22 +2,16 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from mlx_lm import sample_utils
-from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import base, cache, gated_delta, llama, switch_layers
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx_lm.models import base, llama
 
 from safetrain.engine.upstream import adaptation
-from safetrain.engine.upstream.adaptation import few_blocks, packed_attention, trunk_of
+from safetrain.engine.upstream.adaptation import few_blocks, trunk_of
 from safetrain.engine.upstream.family import build
 from safetrain.engine.upstream.loading import READ_DIRECTLY
 from tests.support.families import config_of
@@ -25,34 +19,6 @@ from tests.support.random_models import TINY
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
 MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-TAKEN = [
-    (load_model, ["model_path", "lazy"], "loading.py"),
-    (_get_classes, ["config"], "loading.py"),
-    (dequantize_model, ["model"], "loading.py"),
-    (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "loading.py"),
-    (base.scaled_dot_product_attention, parameters(packed_attention), "adaptation.py"),
-    (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "adaptation.py"),
-    (cache.make_prompt_cache, ["model"], "generation.py"),
-    (BatchGenerator.insert, ["self", "prompts", "max_tokens"], "generation.py"),
-    (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
-    (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
-    (sample_utils.make_sampler, ["temp"], "generation.py"),
-    (linear_to_lora_layers, ["model", "num_layers", "config"], "loading.py"),
-    (generate_step, ["prompt", "model", "stream", "max_tokens", "sampler"], "generation.py"),
-    (gated_delta.gated_delta_update, ["q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "mask", "use_kernel"],
-     "adaptation.py"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("function", "expected", "file"), TAKEN)
-def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
-    assert parameters(function)[: len(expected)] == expected, f"{MOVED}{file}"
 
 
 def test_files_use_our_functions_by_the_names_that_they_import() -> None:

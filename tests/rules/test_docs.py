@@ -135,7 +135,3 @@ def test_a_file_that_is_named_exists(file: str) -> None:
 def test_a_function_that_is_named_exists(file: str, names: str) -> None:
     missing = set(re.findall(r"`(\w+)`", names)) - defined(file)
     assert not missing, f"{file} has no {', '.join(sorted(missing))}"
-
-
-def test_the_four_ways_are_there() -> None:
-    assert len(NAMED) >= 30

@@ -62,7 +62,16 @@ def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: 
         assert workspace.stage(words[2].removeprefix("stages."), *words[3:], "--cfg", "job").returncode == 0
 
 
-NAMES = ("data/train (1).jsonl", "a=b,[c]", 'data/días/$x\'s "y".csv', "data/x y\\\\", "-1", "#1 {a}", "data/100 % ~")
+NAMES = (
+    "${x}",
+    "data/train (1).jsonl",
+    "a=b,[c]",
+    'data/días/$x\'s "y".csv',
+    "data/x y\\\\",
+    "-1",
+    "#1 {a}",
+    "data/100 % ~",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
