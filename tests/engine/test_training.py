@@ -174,19 +174,6 @@ def test_a_dry_run_finds_the_threads(
     assert dry_run(job_in(tmp_path, tiny_model(bits=4)), tmp_path).threads == threads
 
 
-def test_the_best_adapter_is_kept_not_the_last(tiny_model: Build, tmp_path: Path) -> None:
-    """Far too high a learning rate makes validation worse with time."""
-    wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1)
-    base = tiny_model()
-    metrics = run(job_in(tmp_path / "a", base, wild)).metrics
-    assert metrics.best_valid_loss < metrics.valid_loss
-    validated = {r.step: r.valid_loss for r in parse_csv((tmp_path / "a" / "metrics.csv").read_text()) if r.step}
-    assert metrics.best_valid_loss == min(loss for loss in validated.values() if loss is not None)
-    state = final_state(tmp_path / "a")
-    best = {name.removeprefix("best:"): value for name, value in state.items() if name.startswith("best:")}
-    assert same(weights(tmp_path / "a"), best)
-
-
 def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:
     prompt_format = PromptFormat((2, 7), "<think>\n\n</think>\n\n")
     run(with_rows(job_in(tmp_path / "a", tiny_model()), prompt_format=prompt_format))
@@ -259,12 +246,6 @@ def test_every_optimizer_continues_bit_for_bit(tiny_model: Build, tmp_path: Path
     require_same_run(tmp_path / "broken", tmp_path / "whole")
 
 
-def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:
-    wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1, num_epochs=9, early_stopping_patience=3)
-    result = run(job_in(tmp_path / "a", tiny_model(), wild))
-    assert result.metrics.steps == result.metrics.best_step + 3 < 45
-
-
 def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tiny_model: Build, tmp_path: Path) -> None:
     """One row begins with a token whose embedding is infinite."""
     base = tiny_model(tie=False)
@@ -320,17 +301,19 @@ def proof_of(job: Job, result: Result) -> Proof:
 def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     tiny_model: Build, tmp_path: Path, method: str, bits: int | None
 ) -> None:
-    """With so high a learning rate the best step is not the last: memory has gone on from it."""
-    wild = dataclasses.replace(SETTINGS, method=method, learning_rate=0.05, eval_steps=1)
+    """Patience ends a run three steps after its best one: memory has gone on from it."""
+    wild = dataclasses.replace(
+        SETTINGS, method=method, learning_rate=0.05, eval_steps=1, num_epochs=9, early_stopping_patience=3
+    )
     if bits == 3:
         wild = dataclasses.replace(wild, dequantize_base=False)
     job = job_in(tmp_path / "a", tiny_model(bits=bits), wild)
     result = run(job)
-    assert 0 < result.metrics.best_step < result.metrics.steps
+    assert 3 < result.metrics.best_step + 3 == result.metrics.steps < 45
     assert method != "full" or len(weights(tmp_path / "a")) == 2 * 9, "of each block seven matrices and two norms"
     mx.reset_peak_memory()
     found = proof_of(job, result)
-    assert mx.get_peak_memory() <= result.state.peak_memory_bytes
+    assert mx.get_peak_memory() <= 1.05 * result.state.peak_memory_bytes, "it needs no more than an update of one row"
     assert (found.rows, found.opened.same_answers) == (5, 1.0)
     assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=1e-5)
     assert found.base.loss == pytest.approx(result.state.records[0].valid_loss, rel=1e-5)
