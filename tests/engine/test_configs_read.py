@@ -60,8 +60,9 @@ def as_transformers_5_writes(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def logits_of(module: Any) -> np.ndarray:
     mx.random.seed(1)
-    for name, value in sorted(tree_flatten(module.parameters())):
-        module.load_weights([(name, 0.1 * mx.random.normal(value.shape).astype(value.dtype))], strict=False)
+    parameters = sorted(tree_flatten(module.parameters()))
+    drawn = [(name, 0.1 * mx.random.normal(value.shape).astype(value.dtype)) for name, value in parameters]
+    module.load_weights(drawn, strict=False)
     return np.array(module(mx.array([IDS])).astype(mx.float32))
 
 

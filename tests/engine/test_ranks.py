@@ -42,7 +42,7 @@ def start(folder: Path, size: int, scenarios: tuple[str, ...]) -> list[int]:
     hostfile = folder / f"hosts_{size}.json"
     hostfile.write_text(json.dumps(hosts))
     command = [sys.executable, "-m", "tests.support.rank_child", str(folder), *scenarios]
-    given = {**os.environ, "MLX_HOSTFILE": str(hostfile), "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    given = {**os.environ, "MLX_HOSTFILE": str(hostfile), "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(command, env={**given, "MLX_RANK": str(rank)}, stderr=subprocess.DEVNULL)
         for rank in range(size)

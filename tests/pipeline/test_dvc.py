@@ -43,7 +43,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     listener.mkdir()
     (listener / "sitecustomize.py").write_text(LISTENER)
     made.environment |= {"PYTHONPATH": str(listener), "OPENED": f"{listener}/opened-by-"}
-    made.environment["OPENBLAS_NUM_THREADS"] = "1"  # one core is another test's
     return made
 
 

@@ -15,7 +15,7 @@ from tests.conftest import EMBEDDED
 from tests.pipeline.workspace import Workspace
 
 TRAIN = (
-    "safetrain", "run", f"model.path={EMBEDDED}", "data.path=data/pairs.jsonl", "preflight.level=quick",
+    f"model.path={EMBEDDED}", "data.path=data/pairs.jsonl", "preflight.level=quick",
     "train.num_epochs=1", "train.eval_steps=3", "evaluate.max_examples=2", "train.learning_rate=1e-3",
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(workspace: Workspace) -> None:
-    said = workspace.succeed(*TRAIN, "train.method=dpo")
+    said = workspace.pipeline(*TRAIN, "train.method=dpo")
     records = parse_csv((workspace.folder / "checkpoints_qlora/training_metrics.csv").read_text())
     first, last = records[0], next(each for each in reversed(records) if each.valid_accuracy is not None)
     summary, preference = workspace.json("training_summary.json"), workspace.json("evaluation.json")["preference"]
@@ -62,15 +62,14 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
 
 
 def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspace) -> None:
-    begin = (*TRAIN, "train.method=dpo", "train.max_steps=2")
+    values = (*TRAIN, "train.method=dpo", "train.max_steps=2")
     first = workspace.json("evaluation.json")["preference"]
-    values = begin[2:]
     done = workspace.stage("recommend_config", *values, "train.from_adapter=checkpoints_qlora/adapters")
     assert "train.from_adapter is in a folder that training replaces" in done.stderr
     shutil.copytree(workspace.folder / "checkpoints_qlora/adapters", workspace.folder / "adapters")
     done = workspace.stage("recommend_config", *values, "train.from_adapter=adapters", "lora.rank=4")
     assert "lora.rank is set with train.from_adapter, which has its own" in done.stderr
-    said = workspace.succeed(*begin, "train.from_adapter=adapters")
+    said = workspace.pipeline(*values, "train.from_adapter=adapters")
     assert ", beginning with adapters; " in said
     second = workspace.json("evaluation.json")["preference"]
     assert 0 < second["margin"] < first["margin"], "compared with the adapter that it began with"
@@ -88,7 +87,7 @@ def test_another_run_begins_with_the_adapter_of_the_last_one(workspace: Workspac
 
 
 def test_a_method_for_single_answers_refuses_pairs(workspace: Workspace) -> None:
-    done = workspace.stage("recommend_config", *TRAIN[2:], "train.method=lora")
+    done = workspace.stage("recommend_config", *TRAIN, "train.method=lora")
     assert done.returncode == 2
     for part in ("train.method=lora cannot use this data", "set train.method to dpo or orpo, or use other data"):
         assert part in done.stderr

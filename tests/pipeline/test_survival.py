@@ -17,7 +17,7 @@ from tests.support.chaos.project import left_over, wait_for
 
 STEPS = 120
 SHORT = {"max_steps": STEPS, "num_epochs": 30, "save_steps": 10, "eval_steps": 60, "log_steps": 1, "max_examples": 160}
-PLAN_SECONDS = 120.0
+PLAN_SECONDS = 600.0  # of a busy machine
 RECORDED = "checkpoints_qlora/flight/recorder.bin"
 
 
@@ -86,6 +86,7 @@ def test_out_of_memory_under_a_limit_ends_well_on_a_lower_rung(workspace: Worksp
     learnt = workspace.folder.parent / "cache"  # what did not fit here is nothing for other tests to know
     shutil.copytree(workspace.environment["SAFETRAIN_CACHE_DIR"], learnt, symlinks=True)
     workspace.environment["SAFETRAIN_CACHE_DIR"] = str(learnt)
+    del workspace.environment["OPENBLAS_NUM_THREADS"]  # what a second thread takes is part of the limit
     settings = (
         "model.path=models/encyclopedia-3m", "data.path=data/example", "train.max_examples=256", "train.max_steps=4",
     )  # fmt: skip

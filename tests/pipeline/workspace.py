@@ -15,9 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from tests.conftest import ROOT
+from safetrain.core.formatting import RUN
+from tests.conftest import BLAS_THREADS, ROOT
 from tests.support.random_models import TINY, build_model
 
+STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 SMALL = ("model.path=models/tiny", "data.path=data/tiny")  # where it does not matter what is learnt
 ROWS = {"train": 160, "valid": 20, "test": 20}
 TIMEOUT_SECONDS = 900  # nothing here takes a fifth of that; a machine may have other things to do
@@ -39,7 +41,7 @@ class Workspace:
                 shutil.copy2(source, target)
                 if source.name == "__init__.py" and (compiled := source.parent / "__pycache__").is_dir():
                     shutil.copytree(compiled, target.parent / "__pycache__")  # by the same times, which copy2 keeps
-        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR")
+        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR", *BLAS_THREADS)
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}",
@@ -80,6 +82,17 @@ class Workspace:
         return subprocess.CompletedProcess(
             [name, *overrides], int(ended.value.code or 0), out.getvalue(), err.getvalue()
         )
+
+    def pipeline(self, *overrides: str) -> str:
+        """What all stages and then `result` print, as `safetrain run` starts them, in this process."""
+        said = ""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(RUN, "safetrain run")
+            for name in STAGES:
+                done = self.stage(name, *overrides)
+                assert done.returncode == 0, f"{name}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+                said += done.stdout
+            return said + self.cli("result")
 
     def cli(self, *words: str, lines: str | None = None) -> str:
         """What a command of safetrain that succeeds prints, in this process."""

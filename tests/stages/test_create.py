@@ -80,7 +80,7 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     for name, count in (("train", 40), ("valid", 4), ("test", 4)):
         lines = (workspace.folder / f"data/pretrain_example/{name}.jsonl").read_text().splitlines(keepends=True)
         (few / f"{name}.jsonl").write_text("".join(lines[:count]))
-    said = workspace.succeed("safetrain", "run", *RUN)
+    said = workspace.pipeline(*RUN)
     assert "Trained 4 steps on " in said
     assert " windows in " in said
     assert " bits per byte of text." in said

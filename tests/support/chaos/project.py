@@ -80,7 +80,11 @@ class Project:
         home, scratch = parent / "home", parent / "tmp"
         home.mkdir()
         scratch.mkdir()
-        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
+        kept = {
+            name: os.environ[name]
+            for name in ("LANG", "LC_ALL", "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT")
+            if name in os.environ
+        }
         self.environment = kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(home), "TMPDIR": str(scratch), "SAFETRAIN_LOCK_DIR": str(home), "GIT_CONFIG_NOSYSTEM": "1",
