@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,11 @@ import pytest
 from safetrain.core.storage.files import cache_directory
 from safetrain.engine.cpu.blas import load_fast_blas
 
+# Two workers on two cores: a second thread of a product, here or in a process that a test starts, would wait for the
+# other worker. Where a test asks for more threads, those that have nothing to do give way at once.
+BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OPENBLAS_THREAD_TIMEOUT": "4"}
+os.environ |= BLAS_THREADS
+os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU, g++ would build each kernel that mlx-lm's layers fuse
 load_fast_blas()  # before any test imports mlx
 BLAS_CACHE = cache_directory() / "blas"
 BLAS_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,6 +69,27 @@ LONG_FIRST = (
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = ROOT / "models" / "encyclopedia-3m"
+QUICK = ("core/", "data/", "plan/", "rules/", "watch/", "test_example")  # where nothing is trained
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what trains or starts a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of processes, quick tests start Git alone, which knows the files of the repository."""
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])).name != "git":
+            pytest.skip("starts a process")
+
+    if config.getoption("quick") and not config.getoption("numprocesses"):  # which starts the workers itself
+        sys.addaudithook(refuse)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    name = collection_path.relative_to(ROOT / "tests").as_posix()
+    return True if config.getoption("quick") and name.endswith(".py") and not name.startswith(QUICK) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -114,6 +141,14 @@ def memory_limit() -> Iterator[None]:
     """What a test lets mlx's limit be, other tests do not inherit: above its limit, mlx may wait for ever."""
     yield
     mx.set_memory_limit(MLX_LIMIT)
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """For a test of what mlx compiles."""
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
 
 
 @pytest.fixture

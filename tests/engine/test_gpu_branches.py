@@ -52,15 +52,16 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
     return with_rows(job, train=shortened(job.rows.train.documents), valid=shortened(job.rows.valid.take([0, 1])))
 
 
+@pytest.mark.usefixtures("compiling")
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DoRA with dropout, accumulation and recomputed blocks; also one that was stopped on a CPU goes on."""
+    """With accumulation and recomputed blocks; also one that was stopped on a CPU goes on."""
     # Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds.
     for module in ("core.memory.terms", "engine.batches"):
         monkeypatch.setattr(f"safetrain.{module}.widths_of", lambda lengths: np.full_like(lengths, SHORT))
     monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **TINY)
     settings = dataclasses.replace(
-        SETTINGS, dequantize_base=False, method="dora", gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
+        SETTINGS, dequantize_base=False, gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
     )
     whole = run(short_job(tmp_path / "whole", base, settings))
     records = parse_csv((tmp_path / "whole" / "metrics.csv").read_text())
@@ -84,7 +85,6 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None, has_kernel: bool
 ) -> None:
     """Rectangles by mlx's kernels or in tiles, and the loss as it is measured for validation."""
-    monkeypatch.setattr(mx, "compile", lambda function, **_: function)  # that too is equal: tests/engine/test_update.py
     data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **TINY)
     settings = dataclasses.replace(STILL, dequantize_base=False)
     with monkeypatch.context() as here:
@@ -108,11 +108,8 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
 
 
 @pytest.mark.parametrize("bits", [4, None])
-def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
-) -> None:
+def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(tmp_path: Path, bits: int | None) -> None:
     """To the bit, quantized and dequantized; in its own type the update is another."""
-    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
     base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **TINY)
     wide, data = tmp_path / "wide", rows_of(20, 40, 33)
     shutil.copytree(base, wide)  # each of its numbers stored in float32
@@ -134,11 +131,8 @@ def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
 
 @pytest.mark.parametrize("method", ["lora", "pretrain", "orpo"])
 @pytest.mark.parametrize("labels", [8, 512, 2**15])
-def test_float16_keeps_the_gradient_of_an_update_with_many_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, labels: int
-) -> None:
+def test_float16_keeps_the_gradient_of_an_update_with_many_labels(tmp_path: Path, method: str, labels: int) -> None:
     """The weight of a label, 1 / labels, underflows in float16 from some thousand labels on."""
-    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
     base, data = build_model(tmp_path / "model", **TINY), rows_of(20, 12)
     data.rows_per_pair = 2 if method == "orpo" else 1
     found = list[tuple[float, np.ndarray]]()

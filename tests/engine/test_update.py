@@ -142,6 +142,7 @@ def test_recomputed_blocks_take_less_memory(tmp_path: Path) -> None:
     assert peaks[1] < 0.4 * peaks[0]
 
 
+@pytest.mark.usefixtures("compiling")
 def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny_model: Build) -> None:
     """What a GPU runs: rectangles, compiled; with dropout, whose keys are inputs."""
     model, _ = prepared(tiny_model(), SETTINGS)
@@ -325,6 +326,7 @@ def gradient_at(module: nn.Module, step: int) -> Any:
     return tree_map(lambda w: w + mx.random.normal(w.shape), module.trainable_parameters())
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("name", DECAYS)
 def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
     """Compiled, as on a GPU, multiply and add may become one operation."""
