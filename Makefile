@@ -1,10 +1,11 @@
 # make         set up and run the whole pipeline on the example
 # make test    install what tests and docs need, lint, check types, run the tests
+# make quick   the tests that start no process, in less than a minute
 # make docs    build the documentation as a site, in build/site
 # make BACKEND=cuda13 (or cuda12)   the same on a machine with an NVIDIA GPU
 
 .DELETE_ON_ERROR:
-.PHONY: run test lint docs bench setup clean
+.PHONY: run test quick lint docs bench setup clean
 
 BACKENDS := cpu cuda12 cuda13 metal
 # The backend that is installed already, else the one for this system.
@@ -32,6 +33,9 @@ run: $(STAMP)
 
 test: lint
 	@"$(BIN)/python" -m pytest
+
+quick: $(DEV)
+	@"$(BIN)/python" -m pytest --quick
 
 lint: docs
 	@"$(BIN)/ruff" check

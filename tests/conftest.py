@@ -76,14 +76,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what trains or starts a process")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Of processes, quick tests start Git alone, which knows the files of the repository."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of processes, quick tests start those alone that say what is in the repository and what the system is."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])).name != "git":
+        if event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])).name not in ("git", "uname"):
             pytest.skip("starts a process")
 
-    if config.getoption("quick") and not config.getoption("numprocesses"):  # which starts the workers itself
+    if session.config.getoption("quick"):
         sys.addaudithook(refuse)
 
 
