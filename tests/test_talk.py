@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,7 @@ def run(*words: str, lines: str | None = None) -> SimpleNamespace:
     return SimpleNamespace(out=done.stdout, err=done.stderr)
 
 
+@cache
 def expected(adapter: Path | None, *turns: str, system: str = "", most: int = 256) -> list[str]:
     """Each prompt read anew, the whole chat before it."""
     model = open_tuned(EMBEDDED, adapter)
