@@ -1,5 +1,6 @@
 """A few of the deaths that benchmarks/bench_chaos.py stages by the hundred: said right, continued bit for bit."""
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,22 +22,31 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
 )
 
 
-def ground_of(cache: Path, **train: int) -> Iterator[Ground]:
+@pytest.fixture(scope="module")
+def planned(shared_cache: Path) -> Iterator[Project]:
     with scratch_folder() as folder:
-        project = Project(folder / "main", train=train, cache=cache)
+        project = Project(folder / "planned", cache=shared_cache)
         project.pin(preflight={"level": "quick"})
         project.plan()
+        yield project
+
+
+def ground_of(planned: Project, cache: Path, **train: int) -> Iterator[Ground]:
+    with scratch_folder() as folder:
+        project = Project(folder / "main", train=train, cache=cache)
+        for name in ("checkpoints_qlora", "data/validated"):
+            shutil.copytree(planned.folder / name, project.folder / name)
         yield Ground(project, undisturbed(project), folder)
 
 
 @pytest.fixture(scope="module")
-def ground(shared_cache: Path) -> Iterator[Ground]:
-    yield from ground_of(shared_cache)
+def ground(planned: Project, shared_cache: Path) -> Iterator[Ground]:
+    yield from ground_of(planned, shared_cache)
 
 
 @pytest.fixture(scope="module")
-def ground_of_ranks(shared_cache: Path) -> Iterator[Ground]:
-    yield from ground_of(shared_cache, ranks=RANKS, max_steps=12)
+def ground_of_ranks(planned: Project, shared_cache: Path) -> Iterator[Ground]:
+    yield from ground_of(planned, shared_cache, ranks=RANKS, max_steps=12)
 
 
 def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: Ground) -> None:
