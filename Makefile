@@ -28,8 +28,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONPATH PYTHONHOME
 
 run: $(STAMP)
-	@"$(BIN)/dvc" repro
-	@"$(BIN)/safetrain" result
+	@"$(BIN)/safetrain" run
 
 test: lint
 	@"$(BIN)/python" -m pytest

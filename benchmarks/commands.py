@@ -20,16 +20,15 @@ LINES = (
     "info models/encyclopedia-3m", "info models/encyclopedia-3", "validate data/example/test.jsonl",
     "validate data/example/tset.jsonl", "preflight", "estimate models/encyclopedia-3m",
     "estimate models/encyclopedia-3m --machine m9", "selftest", "fetch Qwen2.5",
-    "stage validate_data model.path=models/new model.create=10m", "convert models/new models/small",
-    "convert models/new models/small --bits 7", "run data.path=data/exmaple",
-    "run", "run train.learning_rat=1", "repro", "stage trian", "stage train train.seed=x",
-    "exp show --no-pager --only-changed", "monitor", "monitor --output checkpoints_qlorra",
+    "convert models/encyclopedia-3m models/small", "convert models/encyclopedia-3m models/small --bits 7",
+    "run data.path=data/exmaple", "run", "run train.learning_rat=1", "run train.seed=x", "run train.seed=7",
+    "set train.seed=x", "runs", "runs --back seed-7", "monitor", "monitor --output checkpoints_qlorra",
     "result", "result --gate", "report",
     "track",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
     "export peft peft", "export gguf tuned", "diagnose", "discard",
-    "stage train train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
+    "run train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
 )  # fmt: skip
 
 
@@ -45,7 +44,7 @@ def main() -> None:
             if line.startswith("init . --example"):
                 params = folder / "params.yaml"
                 params.write_text(params.read_text().replace("max_steps: null", f"max_steps: {STEPS}"))
-            if line == "repro":
+            if line == "run":
                 for words in (("add", "-A"), ("commit", "-qm", "trained")):  # a result in Git
                     subprocess.run(["git", *words], cwd=folder, env=environment(folder), check=False)
     RESULT.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

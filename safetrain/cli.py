@@ -1,6 +1,6 @@
 """Fine-tune a language model on the machine you have, without losing a run.
 
-In a project, dvc repro runs the pipeline and keeps its results; the settings are in params.yaml.
+In a project, safetrain run runs the pipeline, and DVC keeps its results; the settings are in params.yaml.
 """
 
 import signal
@@ -8,26 +8,27 @@ import sys
 from importlib.metadata import version
 from typing import Annotated, Any
 
-from typer import Exit, Option, Typer
+from typer import Context, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from safetrain.cli_models import ask, chat, convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, info, preflight, selftest, validate
-from safetrain.cli_run import diagnose, discard, exp, repro, result, run, stage
+from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import SafetrainError
+from safetrain.core.formatting import print_text
+from safetrain.core.params_file import PARAMS, left_behind
 from safetrain.core.results import settle
-from safetrain.core.signals import Terminated, exit_code_of, handling, terminate
-from safetrain.project import PARAMS, init, update
+from safetrain.core.signals import exit_code_of, handling, terminate
+from safetrain.project import init, update
 
 HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
-HANDED_ON = {"ignore_unknown_options": True}  # options for Hydra, such as --cfg, and for DVC
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
     "A project": (init, update),
     "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
-    "Train": (run, stage, repro, exp),
+    "Train": (run, set_, runs),
     "Inspect a run": (monitor, result, report, track),
     "Use the model": (ask, chat, fuse, push, ("export", export)),
     "After a crash": (diagnose, discard),
@@ -46,7 +47,7 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
-        except (BrokenPipeError, Terminated) as error:  # typer would report a failure, or Ctrl-C
+        except (BrokenPipeError, KeyboardInterrupt) as error:  # typer would report a failure
             sys.exit(exit_code_of(error))
 
 
@@ -62,11 +63,14 @@ def _tell_version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: Context,
     version: Annotated[
         bool, Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Declare the options before a command; the callback of --version does its work."""
+    """Declare the options before a command; say whose values params.yaml has, unless the command puts them back."""
+    if PARAMS.is_file() and context.invoked_subcommand not in ("run", "set") and (said := left_behind()):
+        print_text(said, sys.stderr)
 
 
 for panel, commands in COMMANDS.items():
@@ -74,9 +78,9 @@ for panel, commands in COMMANDS.items():
         if isinstance(command, tuple):
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
-            settings = HANDED_ON if command in (stage, repro, exp) else None
             text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
-            app.command(rich_help_panel=panel, context_settings=settings, help=text)(command)  # rejoined lines
+            app.command(command.__name__.rstrip("_"), rich_help_panel=panel, help=text)(command)  # rejoined lines
+app.command(hidden=True)(stage)  # dvc.yaml of a project calls it
 
 
 def main() -> None:

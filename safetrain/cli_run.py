@@ -1,111 +1,222 @@
-"""The commands of `safetrain` that train or explain a run: run, stage, repro, exp, result, diagnose and discard."""
+"""The commands of `safetrain` that train or explain a run: run, set, runs, result, diagnose and discard."""
 
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import reduce
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from safetrain.core.errors import AlreadyRunningError, ConfigError
-from safetrain.core.formatting import RUN, counted, print_text, ran_by
+from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
+from safetrain.core.formatting import RUN, counted, print_text, run_again
+from safetrain.core.lock import locked, require_no_training
+from safetrain.core.params_file import (
+    PARAMS,
+    RUN_LOCK,
+    lent,
+    put_back,
+    read_params,
+    values_in,
+    with_value,
+    write_params,
+)
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import POSTMORTEM
-from safetrain.project import PARAMS, make_project, params, require_current, require_project, stage_module, with_value
+from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
 
-STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
+if TYPE_CHECKING:
+    from safetrain.core.records.schema import Pipeline
 
 
 def run(
-    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. experiment=minimal")] = None,
+    values: Annotated[list[str] | None, Argument(help="KEY=VALUE or experiment=NAME, for this run only")] = None,
     data: Annotated[str | None, Option(help="file or folder, or hub:OWNER/NAME; written into params.yaml")] = None,
     model: Annotated[str | None, Option(help="folder, or hub:OWNER/NAME; written into params.yaml")] = None,
 ) -> None:
-    """Run the whole pipeline once, from data to charts.
+    """Run the pipeline: stages whose inputs have changed, from data to charts.
 
-    Runs the six stages in order, without DVC: safetrain run experiment=minimal. In a folder without a project, --data
-    and --model make one first.
+    safetrain run train.seed=7 runs with this value once, and records the run where there is Git: safetrain runs.
+    train.seed=1,2,3 runs one after another. In a folder without a project, --data and --model make one first.
     """
+    from safetrain.runs import described, jobs_of, why_unrecorded
+    from safetrain.stage import composed, to_pipeline
+
+    words = values or []
+    paths_given = _existing({"data.path": data, "model.path": model})
+    require_current()
+    command = shlex.join(["safetrain", "run", *words])
+    with _own_params(command):
+        if paths_given:
+            _write(reduce(lambda text, pair: with_value(text, *pair), paths_given.items(), read_params()))
+        os.environ[RUN] = command  # messages after a crash name this command
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        jobs = jobs_of(words)
+        for job in jobs:
+            to_pipeline(composed(job))  # a wrong value is an error before the first run
+        if words and (why := why_unrecorded()):
+            print(f"Experiments are not recorded: {why}. All else works.")
+        for number, job in enumerate(jobs, 1):
+            if len(jobs) > 1:
+                print(f"\n== run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
+            try:
+                _run_once(job, command)
+            except SafetrainError as error:
+                left = [shlex.join(each) for each in jobs[number:]]
+                if left:
+                    print(f"error: the run with {' '.join(job)} failed; not run: {'; '.join(left)}", file=sys.stderr)
+                raise error
+    if len(jobs) == 1:
+        result()
+    else:
+        print_text(described())
+
+
+def _run_once(words: list[str], command: str) -> None:
+    """Run the pipeline with the values ``words``, which params.yaml has meanwhile, and record it."""
+    from safetrain.runs import record, reproduce, why_unrecorded
+    from safetrain.stage import composed, to_pipeline
+
+    config = composed(words)
+    _require_inputs(to_pipeline(config), words)
+    text = _with_values(words)
+    with lent(text, command) if words else nullcontext():
+        if composed([]) != config:
+            what = "conf/config.yaml sets values that differ from params.yaml and from this command."
+            raise ConfigError(what, where="conf/config.yaml", do="remove them there; set them in params.yaml")
+        reproduce()
+        if not words or why_unrecorded():
+            return
+        try:
+            if read_params() != text:
+                raise ConfigError("params.yaml was edited during the run.")
+            print_text(f"recorded as {record(words)}: safetrain runs")
+        except SafetrainError as error:  # the result is there
+            print_text(f"not recorded as an experiment: {error}", sys.stderr)
+
+
+def _with_values(words: list[str]) -> str:
+    """The text of params.yaml with the values ``words``."""
+    from omegaconf import OmegaConf
+
+    from safetrain.stage import composed
+
+    text = read_params()
+    before, after = (OmegaConf.to_container(composed(each)) for each in ([], words))
+    for section, values in after.items():  # type: ignore[union-attr]
+        for key, value in values.items():
+            if value != before[section][key]:  # type: ignore[index]
+                text = with_value(text, f"{section!s}.{key}", value)
+    return text
+
+
+def _require_inputs(config: "Pipeline", words: list[str]) -> None:
+    """Raise an error with a remedy, which DVC's own lacks, if data or model is missing.
+
+    If the model is to be created, the first stage creates it here: DVC needs the folder before it starts that stage.
+    """
+    from safetrain.core.model.files import read_model_files
+    from safetrain.data.folders import data_files_of
     from safetrain.plan.child import run_to_its_end
 
-    if data is not None or model is not None:
-        _set_values({"data.path": data, "model.path": model})
-    params()  # an unreadable file is reported once
-    require_current()
-    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # messages after a crash name this command
-    for name in STAGES:
-        print(f"\n== {name}", flush=True)
-        code = run_to_its_end([sys.executable, "-m", stage_module(name), *(overrides or [])])
-        if code != 0:
-            print(f"error: the {name} stage ended with exit code {code}", file=sys.stderr)
-            sys.exit(code)
-    result()
+    data, model = Path(config.data.path), Path(config.model.path)
+    if not data.exists() and not Path(f"{data}.dvc").is_file():
+        data_files_of(data)
+    if model.exists() or Path(f"{model}.dvc").is_file():
+        return
+    if config.model.create is None:
+        read_model_files(model)
+    elif code := run_to_its_end([sys.executable, "-m", stage_module("validate_data"), *words]):
+        raise SafetrainError(f"The validate_data stage ended with exit code {code}.", exit_code=code)
 
 
-def _set_values(values: dict[str, str | None]) -> None:
-    """Write values into params.yaml; without a project, make one here if no value is None."""
-    from safetrain.core.storage.files import write_text
+@contextmanager
+def _own_params(command: str = "") -> Iterator[None]:
+    """Have params.yaml for this process alone, without the values of a run that was killed."""
+    from safetrain.runs import wait_for_stages
+
+    start_dvc()
+    with locked(RUN_LOCK, "Another run uses this project"):
+        wait_for_stages()
+        if killed := put_back():
+            then = "this run continues it" if killed == command else f"to continue it: {killed}"
+            print_text(f"params.yaml had the values of '{killed}', which was killed; they were put back; {then}")
+        yield
+
+
+def set_(
+    values: Annotated[list[str], Argument(help="KEY=VALUE, or experiment=NAME for its values")],
+) -> None:
+    """Write values into params.yaml, to stay; comments stay too."""
+    from safetrain.stage import composed, to_pipeline
+
+    require_project()
+    with _own_params():
+        to_pipeline(composed(values))
+        _write(_with_values(values))
+
+
+def _write(text: str) -> None:
+    """Write params.yaml, and say what has changed."""
+    before = values_in(read_params())
+    write_params(text)
+    changes = [f"params.yaml: {key} is {value}" for key, value in values_in(text).items() if before.get(key) != value]
+    print_text("\n".join(changes) or "params.yaml has these values already.")
+
+
+def _existing(paths_given: dict[str, str | None]) -> dict[str, str]:
+    """The paths that were given, fetched from the Hub if asked to; without a project, make one if none is missing."""
     from safetrain.data.folders import FROM_HUB
     from safetrain.plan.hub import DATA_SET, fetch
 
-    given = {key: value for key, value in values.items() if value is not None}
+    given = {key: value for key, value in paths_given.items() if value is not None}
     for key, value in given.items():
         if not Path(value).exists() and FROM_HUB.fullmatch(value) is None:
             raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
     if not PARAMS.is_file() and given:
-        if given.keys() != values.keys():
+        if given.keys() != paths_given.keys():
             do = "name both --data and --model, or make a project: safetrain init"
             raise ConfigError("There is no project here, and a new one needs data and a model.", do=do)
         make_project(Path(), example=False)
     require_project()
-    text = PARAMS.read_text(encoding="utf-8")
     for key, value in given.items():
         if not Path(value).exists() and (on_hub := FROM_HUB.fullmatch(value)):
             kind, folder = (DATA_SET, "data") if key == "data.path" else ("", "models")
-            value = str(fetch(kind + on_hub[1], Path(folder)))
-        text = with_value(text, key, value)
-        print(f"params.yaml: {key} is {value}")
-    write_text(PARAMS, text)
+            given[key] = str(fetch(kind + on_hub[1], Path(folder)))
+    return given
+
+
+def runs(
+    back: Annotated[str | None, Option(metavar="NAME", help="bring back the values and the result of this run")] = None,
+) -> None:
+    """List the recorded runs, or go back to one.
+
+    A run with values of its own is recorded as an experiment of DVC, if the project is under Git.
+    """
+    from safetrain.runs import described, go_back, why_unrecorded
+
+    params()  # an unreadable file is an error with its line
+    if back is not None:
+        require_no_training(paths.OUTPUT)
+        with _own_params():
+            go_back(back)
+        print_text(f"params.yaml and checkpoints_qlora are those of {back}: safetrain result")
+        return
+    print_text(described())
+    if why := why_unrecorded():
+        print_text(f"Experiments are not recorded: {why}.")
 
 
 def stage(
-    name: Annotated[str, Argument(help=", ".join(STAGES))],
-    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. train.seed=7")] = None,
+    name: Annotated[str, Argument()],
+    values: Annotated[list[str] | None, Argument()] = None,
 ) -> None:
-    """Run one stage of the pipeline, as dvc.yaml does."""
-    if name not in STAGES:
-        raise ConfigError(f"Unknown stage {name}.", expected=f"one of {', '.join(STAGES)}")
+    """Run one stage, as a project's dvc.yaml does."""
     require_current()
-    os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(overrides or [])])
-
-
-def repro(words: Annotated[list[str] | None, Argument(help="options of dvc repro")] = None) -> None:
-    """Rerun what has changed, and keep the results: dvc repro."""
-    from safetrain.core.model.files import read_model_files
-    from safetrain.data.folders import data_files_of
-
-    config = params()
-    data, model = Path(config.data.path), Path(config.model.path)
-    if not data.exists() and not Path(f"{data}.dvc").is_file():
-        data_files_of(data)  # raises an error with a remedy, which DVC's own error lacks
-    if not model.exists() and not Path(f"{model}.dvc").is_file() and config.model.create is None:
-        read_model_files(model)
-    _start_dvc("repro", words)
-
-
-def exp(
-    words: Annotated[list[str] | None, Argument(help="arguments of dvc exp, e.g. run -S train.seed=7")] = None,
-) -> None:
-    """Run and compare experiments: dvc exp."""
-    _start_dvc("exp", words)
-
-
-def _start_dvc(command: str, words: list[str] | None) -> None:
-    """Run the DVC that came with safetrain; on its PATH, this safetrain comes first."""
-    params()  # an unreadable file is our error, not DVC's
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    os.execve(sys.executable, [sys.executable, "-m", "dvc", command, *(words or [])], {**os.environ, "PATH": path})
+    os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(values or [])])
 
 
 def result(
@@ -116,8 +227,6 @@ def result(
     With --gate, exit 0: the tuned model is better than its base; 1: not better; 2: it forgets too much, or this could
     not be determined. The gate section of params.yaml has the thresholds.
     """
-    from omegaconf import OmegaConf
-
     from safetrain.watch import result as results
     from safetrain.watch.run_folder import read_evaluated, read_run
 
@@ -128,10 +237,7 @@ def result(
         code, title, reasons = results.gate(read_run(), to_pipeline(composed([])).gate)
         print_text("\n".join([title, *reasons]))
         sys.exit(code)
-    run, config = read_evaluated(), params()
-    own = run.summary and run.data and (run.summary.method, run.summary.base_model, run.data.source)
-    by_file = own == tuple(OmegaConf.select(config, key) for key in ("train.method", "model.path", "data.path"))
-    print_text(results.describe_result(run, ran_by() if by_file or RUN in os.environ else ""))
+    print_text(results.describe_result(read_evaluated()))
 
 
 def diagnose(
@@ -149,7 +255,7 @@ def diagnose(
     path = paths.OUTPUT / POSTMORTEM
     try:
         with training_lock(paths.OUTPUT):
-            death = explain_unclosed(paths.OUTPUT, ran_by()) or read_or_none(path, PostMortem)
+            death = explain_unclosed(paths.OUTPUT, run_again()) or read_or_none(path, PostMortem)
     except AlreadyRunningError as running:
         print(running.what, "What follows is about the previous training run.", file=sys.stderr)
         death = read_or_none(path, PostMortem)

@@ -8,7 +8,7 @@ of its folders, each stage in dvc.yaml depends on a hash of the code that decide
 import functools
 import hashlib
 import io
-import json
+import os
 import re
 import shlex
 import shutil
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from safetrain.core.errors import ConfigError, broken_yaml
+from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.formatting import print_text
+from safetrain.core.params_file import PARAMS, with_value
 from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROGRAM = Path(".safetrain/program.json")
-PARAMS = Path("params.yaml")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
-PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
 EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 COPIED = (".dvc/config", ".dvc/plots/curve.json")
@@ -66,8 +65,8 @@ README = """# A safetrain project
     safetrain chat --compare              talk with the model before and after training
 
 `params.yaml` has every value that you decide, each with a comment; `null` means that the program recommends one.
-DVC keeps every run, to compare and to come back to: `safetrain repro`, `safetrain exp run -S train.seed=7`,
-`safetrain exp show`. After an upgrade of safetrain: `safetrain update`.
+`safetrain run train.seed=7` runs with another value once, `safetrain set train.seed=7` writes it to stay, and
+`safetrain runs` lists the recorded runs: `--back NAME` brings one back. After an upgrade: `safetrain update`.
 """
 
 
@@ -309,40 +308,54 @@ def _with_own_values(text: str, mine: str) -> str:
     return text
 
 
-def with_value(text: str, key: str, value: object) -> str:
-    """Set ``section.key`` in the text of params.yaml; comments stay. Raise ConfigError if it has no such key."""
-    import yaml
-
-    section, _, name = key.partition(".")
-    pattern = rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {name}: *(?P<value>[^\n]*?)(?= *(?: #|$))"
-    place = re.search(pattern, text, re.MULTILINE)
-    if place is None:
-        raise ConfigError(f"params.yaml has no {key}.", where="params.yaml", do="safetrain update adds missing keys")
-    is_plain = isinstance(value, str) and PLAIN.fullmatch(value) and yaml.safe_load(value) == value  # no, on, null: not
-    in_yaml = value if is_plain else json.dumps(value, ensure_ascii=False)
-    return text[: place.start("value")] + str(in_yaml) + text[place.end("value") :]
-
-
 def _start_version_control(folder: Path) -> str:
-    """Set up Git and DVC. Return why that failed; empty on success."""
-    if shutil.which("git") is None:
-        return "Git is not installed, so earlier runs are not kept for comparison; safetrain run works without it."
-    if _git(folder, "rev-parse", "--is-inside-work-tree").returncode:
-        _git(folder, "init", "--quiet")
-    top = Path(_git(folder, "rev-parse", "--show-toplevel").stdout.strip())
-    command = [sys.executable, "-m", "dvc", "init", "--quiet", *([] if top == folder.resolve() else ["--subdir"])]
+    """Set up Git and DVC. Return what is missing; empty if nothing is."""
+    if not is_in_git(folder) and shutil.which("git"):
+        git("init", "--quiet", folder=folder)
+    try:
+        start_dvc(folder)
+    except SafetrainError as error:
+        return str(error)
+    return "" if shutil.which("git") else "Git is not installed, so experiments are not recorded; all else works."
+
+
+def start_dvc(folder: Path = Path()) -> None:
+    """Set up DVC, with Git or without, unless it is; raises SafetrainError."""
+    if (folder / ".dvc").is_dir():
+        return
+    top = git("rev-parse", "--show-toplevel", folder=folder)
+    how = ["--no-scm"] if top is None else [] if Path(top.strip()) == folder.resolve() else ["--subdir"]
+    command = [sys.executable, "-m", "dvc", "init", "--quiet", *how]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return f"DVC could not be set up: {done.stderr.strip()}" if done.returncode else ""
+    if done.returncode:
+        raise SafetrainError("DVC could not be set up.", where=str(folder.resolve()), got=done.stderr.strip())
 
 
 def _commit(folder: Path, names: list[str]) -> str:
-    """Commit only these files. Return why that failed; empty on success."""
-    nobody = ["-c", "user.name=safetrain", "-c", "user.email=safetrain@localhost"]
-    identity = nobody if _git(folder, "config", "user.email").returncode else []
-    _git(folder, "add", "--", *names)
-    done = _git(folder, *identity, "commit", "--quiet", "-m", "A safetrain project", "--", *names)
-    return f"Git could not commit: {done.stderr.strip()}" if done.returncode else ""
+    """Commit only these files. Return a remark if that failed; empty on success."""
+    git("add", "--", *names, folder=folder)
+    command = ["-m", "A safetrain project", "--", *names]
+    done = git(*identity(folder), "commit", "--quiet", *command, folder=folder)
+    return "Git could not commit: run git commit" if done is None else ""
 
 
-def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+def git(*words: str, folder: Path = Path(), index: str = "") -> str | None:
+    """What a git command prints, with another index file if given; None if it fails, or if Git is not installed."""
+    if shutil.which("git") is None:
+        return None
+    own = {"GIT_INDEX_FILE": index} if index else {}
+    command = ["git", "-C", str(folder), *words]
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout
+
+
+def identity(folder: Path = Path()) -> list[str]:
+    """Options of git for a commit, where Git knows no name and address of the user."""
+    if git("config", "user.name", folder=folder) and git("config", "user.email", folder=folder):
+        return []
+    return ["-c", "user.name=safetrain", "-c", "user.email=safetrain@localhost"]
+
+
+def is_in_git(folder: Path = Path()) -> bool:
+    """Whether Git is installed, and the folder is in a repository of it."""
+    return git("rev-parse", "--show-toplevel", folder=folder) is not None

@@ -5,6 +5,7 @@ write all its results into one folder.
 """
 
 import difflib
+import os
 import re
 import signal
 import sys
@@ -23,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
-from safetrain.core.formatting import in_hydra_quotes
+from safetrain.core.formatting import RUN, in_hydra_quotes, print_text
+from safetrain.core.params_file import left_behind, require_same
 from safetrain.core.ranges import LIST, check_ranges, describe_allowed, is_text, keys_of
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.results import settle
@@ -33,6 +35,8 @@ from safetrain.core.storage.paths import shipped
 FILES = "params.yaml or an overlay in conf/experiment"
 COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes from
 HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
+STAGE = "DVC_STAGE"  # environment variable of DVC
+BY_HAND = "DVC has not recorded this stage, which ran by hand; 'safetrain run' runs all and records them."
 USAGE = """python -m stages.STAGE [KEY=VALUE …]
 
 Values come from params.yaml, whose comments give the allowed values; the current ones are below. dvc.yaml lists
@@ -55,6 +59,8 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
         with handling({signal.SIGTERM: terminate}):
             try:
                 settle()  # DVC has deleted this stage's last result
+                if said := left_behind():
+                    print_text(said, sys.stderr)
                 _run(function, sys.argv[1:])
                 settle()
             except (SafetrainError, OSError, KeyboardInterrupt) as error:
@@ -73,6 +79,10 @@ def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
     config = composed(overrides)
     if not known:
         function(to_pipeline(config))
+        if os.environ.get(STAGE):
+            require_same(config, composed(overrides), os.environ[STAGE])
+        elif RUN not in os.environ and Path(sys.argv[0]).stem != "preflight":  # which has its own command
+            print(BY_HAND)
         return
     print(("" if known == SHOW else f"{USAGE}\n") + OmegaConf.to_yaml(config), end="")
 
@@ -80,7 +90,7 @@ def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
 def _unknown_option(word: str) -> ConfigError:
     do = "write KEY=VALUE; --help lists the keys"
     if word in ("-m", "--multirun"):
-        do = "for several values: dvc exp run --queue -S train.seed=1,2, then dvc exp run --run-all"
+        do = "for several values: safetrain run train.seed=1,2"
     return ConfigError(f"A stage has no option {word}.", where=COMMAND_LINE, do=do)
 
 
@@ -122,7 +132,7 @@ def _for_hydra(word: str) -> str:
     except HydraException:
         return f"{key}={_in_hydra(_from_yaml(value))}" if value[:1] in ("{", "[") else word
     if is_sweep:
-        do = "name one value; for several: dvc exp run --queue -S " + word
+        do = "name one value; for several: safetrain run " + word
         raise ConfigError(f"{key} has several values.", where=COMMAND_LINE, got=value, do=do)
     return word
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.errors import ConfigError, DataError, ModelError
+from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.evaluation import EXPORT_REPORT, ExportReport
 from safetrain.core.storage import paths
@@ -111,22 +111,6 @@ def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code() -> None:
         os.close(write_end)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == ""
-
-
-def test_repro_says_in_our_words_what_is_broken_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DVC's own error names no remedy."""
-    (tmp_path / "params.yaml").write_text("train:\n  seed: 42\n  lora: [\n")
-    monkeypatch.chdir(tmp_path)
-    for command in ("info", "repro", "exp"):
-        with pytest.raises(ConfigError, match=r"params.yaml is not valid YAML.\n  where:    params.yaml:4\n"):
-            invoke(command)
-    (tmp_path / "data/example").mkdir(parents=True)
-    (tmp_path / "params.yaml").write_text("data: {path: data/exmaple}\nmodel: {path: owner/name, create: null}\n")
-    with pytest.raises(DataError, match=r"did you mean data/example\?"):
-        invoke("repro")
-    (tmp_path / "data/exmaple").touch()
-    with pytest.raises(ModelError, match="safetrain fetch owner/name"):
-        invoke("repro")
 
 
 def test_a_new_project_estimates_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

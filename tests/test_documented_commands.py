@@ -31,9 +31,9 @@ from tests.support.documented import Block, Command, all_blocks, commands_in, co
 RUN_ELSEWHERE = (
     "dvc repro", "dvc exp run", "dvc metrics", "python -m stages.train", "safetrain ask",
     "safetrain chat", "safetrain diagnose",
-    "safetrain discard", "safetrain export gguf", "safetrain export peft", "safetrain exp",
+    "safetrain discard", "safetrain export gguf", "safetrain export peft",
     "safetrain fetch", "safetrain fuse", "safetrain init", "safetrain preflight",
-    "safetrain repro", "safetrain report", "safetrain result", "safetrain run", "safetrain selftest", "safetrain stage",
+    "safetrain report", "safetrain result", "safetrain run", "safetrain runs", "safetrain selftest", "safetrain set",
     "safetrain update", "mlx_lm.generate",
 )  # fmt: skip
 HERE = Path(__file__)

@@ -63,6 +63,6 @@ def test_it_runs_from_the_first_cell_to_the_last(workspace: Workspace, tmp_path:
     assert done.returncode == 0, done.stderr
     told = outputs_of(nbformat.read(out, as_version=4))
     assert "Trained 30 steps" in told
-    assert told.count("== plot") == 1  # not before the training had stopped and continued
+    assert told.count("Running stage 'plot'") == 1  # not before the training had stopped and continued
     assert "rehearsal on CPU" in told
     assert re.search(r"continuing from step [1-9]", told), told

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,12 +14,12 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
+from safetrain.core.params_file import with_value
 from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, read_result, write_json, write_record
-from safetrain.core.storage.paths import shipped
 from safetrain.project import (
     PROGRAM,
     Program,
@@ -30,7 +29,6 @@ from safetrain.project import (
     require_current,
     stage_hashes,
     update_project,
-    with_value,
 )
 from safetrain.watch.result import describe_result
 from safetrain.watch.run_folder import read_run
@@ -93,19 +91,6 @@ def test_a_folder_with_a_project_is_left_as_it_is(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"README\.md already exists"):
         make_project(other, example=False)
     assert [path.name for path in other.iterdir()] == ["README.md"]
-
-
-def test_a_value_is_written_and_comments_stay() -> None:
-    text = shipped("params.yaml").read_text()
-    values: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    for section, own in values.items():
-        for name in own:
-            key = f"{section}.{name}"
-            for value in ("a=[b] (ç) #1", "no", ["a", 0.5], {"prompt": "Frage"}):
-                changed = with_value(text, key, value)
-                assert yaml.safe_load(changed)[section][name] == value, key
-                assert changed.count("#") >= text.count("#")
-                assert yaml.safe_load(with_value(changed, key, own[name])) == values
 
 
 def test_another_programs_project_asks_for_an_update(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

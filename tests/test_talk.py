@@ -128,7 +128,7 @@ def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(adapter, paths.ADAPTERS)
     asked = ("ask", QUESTION, "--max-new-tokens", "2")
-    assert run(*asked).err == "this adapter has not been evaluated: 'safetrain stage evaluate' measures it\n"
+    assert run(*asked).err == "this adapter has not been evaluated: 'safetrain run' measures it\n"
     assert run(*asked, "--adapter", str(adapter)).err == ""
 
 

@@ -113,7 +113,8 @@ def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield every command that does something, by its full name."""
     inside = getattr(command, "commands", None)
     if inside is None:
-        yield name, command
+        if not command.hidden:
+            yield name, command
         return
     for word in command.list_commands(click.Context(command)):
         yield from _walk(inside[word], f"{name} {word}")
@@ -177,8 +178,9 @@ def keys() -> str:
         "# Keys of params.yaml",
         "In brackets: the shipped value. Unless the key says otherwise, `null` means the recommended value, which "
         "`recommended_config.json` gives with its reason. `8..` is 8 or more, `(0, 1]` is above 0, up to 1.",
-        "On the command line: `train.learning_rate=1e-4` after a stage, `safetrain run` or `safetrain preflight`, or "
-        "after `-S` of `dvc exp run`. A changed value reruns the stages named below and those that depend on them.",
+        "On the command line: `train.learning_rate=1e-4` after `safetrain run`, for one run, or after `safetrain set`, "
+        "to stay; also after `safetrain preflight`. A changed value reruns the stages named below and those that need "
+        "their results.",
     ]
     for section, values in shipped.items():
         readers = {key: ", ".join(_stages_of(section, key)) or "nothing" for key in values}

@@ -27,7 +27,7 @@ from safetrain.engine.cpu.blas import load_fast_blas
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
-PROJECT = ("params.yaml", "dvc.yaml", "conf")
+PROJECT = ("params.yaml", "dvc.yaml", "conf", "safetrain", "stages")
 FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
 SHAPE = ModelShape(192, 6, heads=6, key_heads=6, feed_forward=512, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document

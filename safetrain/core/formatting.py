@@ -90,15 +90,10 @@ def in_hydra_quotes(text: str) -> str:
     return '"' + text.replace("${", r"\${") + '"'
 
 
-def dvc() -> str:
-    """Return the command that starts DVC: in a project of `safetrain init`, that is `safetrain`."""
-    return "safetrain" if Path(".safetrain").is_dir() else "dvc"
-
-
 def written_again() -> str:
     """Return what writes a record again that another version of the program wrote."""
     update = "run 'safetrain update', then " if Path(".safetrain").is_dir() else "run "
-    return f"{update}'{dvc()} repro', or repeat your 'safetrain run'"
+    return f"{update}'safetrain run'"
 
 
 def install_extra(name: str) -> str:
@@ -111,12 +106,7 @@ def install_extra(name: str) -> str:
 
 def run_again() -> str:
     """Return the command that started this run, or the usual one if that is unknown."""
-    return os.environ.get(RUN) or f"{dvc()} repro"
-
-
-def ran_by(lock: Path = Path("dvc.lock")) -> str:
-    """Return the command that made a finished run; a lock file shows that DVC ran it."""
-    return os.environ.get(RUN) or (f"{dvc()} repro" if lock.is_file() else "safetrain run")
+    return os.environ.get(RUN) or "safetrain run"
 
 
 def describe_proof(proof: "Proof") -> str:

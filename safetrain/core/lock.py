@@ -13,6 +13,7 @@ from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import MAC_CACHE
 
 FOLDER_LOCK = ".training.lock"
+TRAINING = "Another training run is in progress on this machine"
 PROBE_SECONDS = 0.2  # longer than a probe by is_locked takes
 
 
@@ -37,7 +38,7 @@ def training_lock(output: Path) -> Iterator[tuple[int, int]]:
     Yields the two descriptors: a child that inherits them holds the locks too, as long as it lives.
     The files stay when the locks are released: without them, two later processes could lock two different files.
     """
-    with _locked(lock_path()) as first, _locked(output / FOLDER_LOCK) as second:
+    with locked(lock_path()) as first, locked(output / FOLDER_LOCK) as second:
         yield first, second
 
 
@@ -49,8 +50,13 @@ def require_no_training(output: Path) -> None:
 
 def is_locked(output: Path) -> bool:
     """Whether a training run uses ``output``."""
+    return is_held(output / FOLDER_LOCK)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds this lock."""
     try:
-        descriptor = os.open(output / FOLDER_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
@@ -60,8 +66,11 @@ def is_locked(output: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Hold one lock. Raises MachineError, and writes nothing, if another user has put a link or file in its place."""
+def locked(path: Path, what: str = TRAINING) -> Iterator[int]:
+    """Hold one lock; raises AlreadyRunningError, whose message begins with ``what``, if another process has it.
+
+    Raises MachineError, and writes nothing, if another user has put a link or file in its place.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:  # writable, as network file systems require
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -70,7 +79,7 @@ def _locked(path: Path) -> Iterator[int]:
         raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
     try:
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
-            raise _running(path)
+            raise _running(path, what)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
@@ -78,12 +87,11 @@ def _locked(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _running(path: Path) -> AlreadyRunningError:
+def _running(path: Path, what: str = TRAINING) -> AlreadyRunningError:
     """The error that names the process whose number is in the lock's file."""
     holder = path.read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
-    what = f"Another training run is in progress on this machine (process {holder})."
-    do = f"wait until it ends; or stop it (it saves its state): kill -INT {holder}"
-    return AlreadyRunningError(what, where=str(path), do=do)
+    do = f"wait until it ends; or stop it (it saves its state): kill {holder}"
+    return AlreadyRunningError(f"{what} (process {holder}).", where=str(path), do=do)
 
 
 def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:

@@ -16,7 +16,7 @@ import psutil
 
 from safetrain.core.errors import InterruptedRun, MachineError, RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
-from safetrain.core.formatting import RUN, dvc, run_again, size_text
+from safetrain.core.formatting import RUN, run_again, size_text
 from safetrain.core.memory.estimate import memory_of_run, mlx_limit_bytes
 from safetrain.core.memory.system import OWN_LIMIT, Readings, host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -103,7 +103,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
 
 def command_again() -> str:
     """Return the command that the user typed to start this run."""
-    if os.environ.get("DVC_STAGE"):
+    if RUN not in os.environ and os.environ.get("DVC_STAGE"):
         return _dvc_command()
     stage = ["python", "-m", "stages.train"] if Path("stages/train.py").is_file() else ["safetrain", "stage", "train"]
     return os.environ.get(RUN) or shlex.join([*stage, *sys.argv[1:]])
@@ -115,7 +115,7 @@ def _dvc_command() -> str:
     with suppress(psutil.Error):  # it has ended
         words = starter.cmdline() if starter is not None else []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
-    return f"{dvc()} repro" if place is None else shlex.join([dvc(), *words[place + 1 :]])
+    return "safetrain run" if place is None else shlex.join(["dvc", *words[place + 1 :]])
 
 
 def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None]) -> Ending:

@@ -16,7 +16,7 @@ from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage import paths
 
 SAY_EVERY_SECONDS = 10.0
-MEASURE = "safetrain stage evaluate"  # the command that follows a training run
+MEASURE = "safetrain run"  # the command that follows a training run
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
 
 

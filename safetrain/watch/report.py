@@ -12,7 +12,6 @@ from safetrain.core.formatting import (
     counted,
     describe_proof,
     duration_text,
-    dvc,
     printable,
     rows_text,
     size_text,
@@ -62,7 +61,7 @@ def render(template: str, **values: Any) -> str:
         "base64": lambda content: base64.b64encode(content).decode(),
     }
     functions = (
-        configuration_of, coverage_of, death_of, dvc, describe_forgetting, describe_preference, describe_proof,
+        configuration_of, coverage_of, death_of, describe_forgetting, describe_preference, describe_proof,
         describe_rows, environment_of, history_of, memory_sizes, rows_text, status_of, verdict_of,
         written_again,
     )  # fmt: skip

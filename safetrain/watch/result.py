@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, duration_text, dvc, rows_text, size_text, written_again
+from safetrain.core.formatting import counted, duration_text, rows_text, run_again, size_text, written_again
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import EXPORT_REPORT, REPORT, Evaluation, ExportReport, Sample
@@ -27,11 +27,8 @@ CARD = "README.md"
 AGAIN = "fuse or export it again, into another folder"
 
 
-def describe_result(run: Run, command: str = "dvc repro") -> str:
-    """Describe the result for a terminal; raises ConfigError without an evaluated run.
-
-    ``command`` ran the pipeline; empty if its overrides are not known.
-    """
+def describe_result(run: Run) -> str:
+    """Describe the result for a terminal; raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
     rows, spent = rows_text(summary.train_rows, summary.method), duration_text(summary.elapsed_seconds)
     steps = counted(summary.steps, "step")
@@ -41,7 +38,7 @@ def describe_result(run: Run, command: str = "dvc repro") -> str:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
-    commands = _next(sample, command, run.data, summary.method)
+    commands = _next(sample, run.data, summary.method)
     listed = [f"{line:<45} # {note}" if note else line for line, note in commands]
     return "\n".join([*lines, *(["", *texts] if texts else []), "", "Next:  " + "\n       ".join(listed)])
 
@@ -68,15 +65,15 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     if any(name in (str(paths.SUMMARY), str(paths.EVALUATION)) for name, _ in run.unreadable):
         raise ConfigError("The results of this run cannot be read.", got=damage, do=written_again())
     if run.summary is None:
-        do = "repeat the command that started it ('safetrain run' or 'dvc repro'): it continues"
+        do = "repeat the command that started it, such as 'safetrain run': it continues"
         raise ConfigError("This run has not finished.", where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout': dvc checkout"
     raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
 
 
-def _next(sample: Sample | None, command: str, data: DataReport | None, method: str) -> list[tuple[str, str]]:
-    """Return commands to run next, with or without DVC, each with its purpose."""
+def _next(sample: Sample | None, data: DataReport | None, method: str) -> list[tuple[str, str]]:
+    """Return commands to run next, each with its purpose."""
     must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
     lines = [("source .venv/bin/activate", "")] if must_activate else []
     if method == PRETRAIN:
@@ -88,11 +85,7 @@ def _next(sample: Sample | None, command: str, data: DataReport | None, method: 
         change = "train.beta=0.2" if method in PAIRED else "train.learning_rate=2e-3"
         fuse = "safetrain fuse fused", "merge adapter into base"
     lines += [("safetrain report", "a page with everything"), fuse]
-    if command.endswith(" repro"):
-        start = command.removesuffix("repro")
-        lines += [(f"{start}exp run -S {change}", "another run"), (f"{start}exp show", "compare the runs")]
-    elif command:
-        lines.append((f"{command} {change}", "replaces these results"))
+    lines += [(f"{run_again()} {change}", "another run"), ("safetrain runs", "compare the runs")]
     if data is None or PurePath(data.source).is_relative_to(EXAMPLE):
         lines.append(("safetrain run --data FILE", "your data; also --model"))
     return lines
@@ -137,7 +130,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
     remarks = [] if license_of_base else ["the card has no licence: add the base model's"]
     if scores is None:
         other = run.evaluation is not None or run.has_stale_evaluation
-        why = f"{paths.EVALUATION} is about another adapter" if other else f"no evaluation yet ({dvc()} repro)"
+        why = f"{paths.EVALUATION} is about another adapter" if other else "no evaluation yet (safetrain run)"
         remarks.append(f"the card has no results: {why}")
     if not all(reports):
         remarks.append("no report in the folder shows its adapter, or how much of the improvement it keeps")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.project import with_value
+from safetrain.core.params_file import with_value
 from tests.conftest import ROOT
 from tests.pipeline.workspace import Workspace
 from tests.support.random_models import TINY, build_model

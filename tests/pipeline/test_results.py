@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from safetrain.core.params_file import with_value
 from safetrain.core.results import RESULTS, TRAINED
 from safetrain.core.storage.files import sha256_of
-from safetrain.project import with_value
 from tests.pipeline.workspace import SMALL, Workspace
 from tests.support.chaos.project import left_over, wait_for
 
@@ -24,8 +24,8 @@ STEPS, KILLS = 12, 3
 SHORT = {"max_steps": STEPS, "num_epochs": 30, "save_steps": 2, "eval_steps": 4, "log_steps": 1}
 OF_A_RUN = [name for names in RESULTS[2:] for name in names]  # what it has learnt, and what was measured of that
 HOLD = (
-    "import time; from safetrain.core.lock import _locked, lock_path\n"
-    "with _locked(lock_path()): print('held', flush=True); time.sleep(600)"
+    "import time; from safetrain.core.lock import locked, lock_path\n"
+    "with locked(lock_path()): print('held', flush=True); time.sleep(600)"
 )
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.conftest import ROOT
 
-TOOLS = ("dvc", "safetrain", "python", "ruff", "mypy")
+TOOLS = ("safetrain", "python", "ruff", "mypy")
 RECIPES = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\t")]
 STOPPED = 7  # the fake Python's answer when it is asked for an environment: setup has chosen it
 

@@ -82,5 +82,5 @@ def test_without_data_the_rest_is_checked_and_machine_json_stays(workspace: Work
     done, checks = examine(workspace)
     report.write_text(kept)
     assert (done.returncode, checks["DATA-FILES"]["status"], checks["MEM-FIT"]["status"]) == (1, "fail", "skip")
-    assert "dvc repro" in checks["DATA-FILES"]["remedy"]
+    assert "safetrain run" in checks["DATA-FILES"]["remedy"]
     assert Path(machine).read_text() == before

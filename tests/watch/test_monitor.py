@@ -93,7 +93,7 @@ def test_every_ending_is_shown_with_what_was_reached_and_what_to_do(ending: str,
     assert losses["train"] == pytest.approx(loss_at(ENDS_AT))
     assert checkpoint is not None
     assert checkpoint.step == SAVED_AT
-    assert view.next_command == ("safetrain stage evaluate" if ending == "finished" else "dvc repro")
+    assert view.next_command == ("safetrain run" if ending == "finished" else "dvc repro")
     for text in (drawn(view), plain_line(view)):
         assert title.lower() in text.lower()
         assert view.next_command in text

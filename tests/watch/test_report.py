@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import ran_by
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.recorder import RunMarker
 from safetrain.core.records.evaluation import Improvement
@@ -92,16 +91,6 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in source
 
 
-def test_the_page_names_the_command_that_its_project_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project of `safetrain init` may have no DVC on its PATH."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / paths.OUTPUT).mkdir()
-    assert "dvc repro validate_data" in told(tmp_path)
-    (tmp_path / ".safetrain").mkdir()
-    assert "safetrain repro validate_data" in told(tmp_path)
-    assert "dvc repro" not in told(tmp_path)
-
-
 def test_a_notebook_s_matplotlib_backend_that_is_not_installed_here_is_not_used(tmp_path: Path) -> None:
     """`!safetrain report` in a notebook inherits the kernel's backend, which another Python has."""
     make_run(tmp_path)
@@ -132,7 +121,7 @@ def test_a_run_that_died_shows_the_verdict_first(tmp_path: Path) -> None:
     assert text.index("Ended badly: the system killed it for lack of memory (confirmed)") < text.index("Answers")
     for part in ("2027-01-15 08:00 UTC", "gradient of step 17, micro-batch 1: 2 rows, 80 tokens (train.jsonl lines 3,",
                  "everything up to step 16", "Killed process 4711", "16 updates recorded", "No result yet",
-                 "Missing: The base and tuned models have not been compared yet. Run dvc repro"):  # fmt: skip
+                 "Missing: The base and tuned models have not been compared yet. Run safetrain run"):  # fmt: skip
         assert part in text, part
     change(output / "postmortem.json", cause="stopped", title="stopped by SIGINT")
     text = told(tmp_path)
@@ -172,7 +161,7 @@ def test_steps_down_for_memory_are_told_and_marked(tmp_path: Path) -> None:
 def test_missing_and_damaged_parts_are_named(tmp_path: Path, content: bytes) -> None:
     text = told(tmp_path)
     assert text.count("Missing:") == 6
-    assert all(f"dvc repro {stage}" in text for stage in ("validate_data", "preflight", "recommend_config"))
+    assert text.count("Run safetrain run") == 6
     output = make_run(tmp_path)
     names = ("data_report", "evaluation", "training_summary", "machine", "recommended_config", "postmortem")
     for name in names:
@@ -263,18 +252,17 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
         failed = CliRunner().invoke(app, command).exception
         assert isinstance(failed, ConfigError)  # exit code 2
         assert "has not been evaluated" in str(failed)
-    assert "'safetrain stage evaluate' measures it" in unmeasured(read_run())
+    assert "'safetrain run' measures it" in unmeasured(read_run())
     paths.SUMMARY.unlink()
     assert "This run has not finished" in str(CliRunner().invoke(app, ["result"]).exception)
 
 
-@pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run", "dvc repro"])
+@pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run"])
 def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change(paths.DATA_REPORT, source="data/example")
-    Path("dvc.lock").touch() if command.startswith("dvc") else monkeypatch.setenv("SAFETRAIN_RUN", command)
-    text = describe_result(read_run(), ran_by())
+    monkeypatch.setenv("SAFETRAIN_RUN", command)
+    text = describe_result(read_run())
     assert "safetrain run --data FILE " in text.splitlines()[-1]
-    assert ("dvc exp run" in text) == command.startswith("dvc")
-    assert (f"{command} train.learning_rate=2e-3 " in text) != command.startswith("dvc")
+    assert f"{command} train.learning_rate=2e-3 " in text
     change(paths.DATA_REPORT, source="data/mine.jsonl")
     assert "your data" not in describe_result(read_run())

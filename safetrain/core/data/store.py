@@ -22,7 +22,6 @@ import numpy as np
 
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.formatting import dvc
 from safetrain.core.model.files import file_sample, read_header, tokenizer_hash
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json
@@ -97,7 +96,7 @@ class TokenFile:
     def _changed(self) -> DataError:
         what = "A file of the corpus has changed since validation, or cannot be read."
         expected = f"the {self.tokens * self.token_bytes} bytes that validate_data read"
-        do = f"restore it, or validate the corpus again: {dvc()} repro -f -s validate_data"
+        do = "restore it, or validate the corpus again: safetrain run"
         return DataError(what, where=self.path, expected=expected, do=do)
 
 
@@ -184,7 +183,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
     try:
         store = _read(path)
     except FileNotFoundError:
-        do = f"run '{dvc()} repro validate_data'"
+        do = "run the pipeline: safetrain run"
         raise ConfigError(f"{path.name} does not exist yet.", where=str(path), do=do) from None
     if tokenizer is not None and store.made.tokenizer != tokenizer:
         what = "data/validated was made with another tokenizer or chat template."
@@ -223,7 +222,7 @@ def _read(path: Path) -> Store:
         )
         return Store(*origin, rows, arrays, arrays["question_rows"][:], tuple(bounds[1:]))
     except (ValueError, LookupError, TypeError, AttributeError):
-        what, do = "The token store is damaged, or has another version.", f"run '{dvc()} repro -f -s validate_data'"
+        what, do = "The token store is damaged, or has another version.", "make it again: safetrain run"
         raise DataError(what, where=str(path), do=do) from None
 
 

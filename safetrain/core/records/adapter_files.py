@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
-from safetrain.core.formatting import dvc
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record
@@ -117,7 +116,7 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
         do = "merge it into its base with PEFT (merge_and_unload), then train that model"
         raise ModelError("This is a PEFT adapter, which safetrain cannot read.", where=str(adapter), do=do)
     if not (adapter / "adapters.safetensors").is_file():
-        raise ModelError("The adapter has no adapters.safetensors.", where=str(adapter), do=f"train: {dvc()} repro")
+        raise ModelError("The adapter has no adapters.safetensors.", where=str(adapter), do="train: safetrain run")
     if trained_on not in (None, base_fingerprint):
         raise ModelError(
             "The adapter was trained on another base model.",
@@ -133,7 +132,7 @@ def _configuration(adapter: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        remedy = f"name the adapter's folder, or train one with '{dvc()} repro' in the project's root"
+        remedy = "name the adapter's folder, or train one with 'safetrain run' in the project's root"
         raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy) from None
     except ValueError:
         config = None

@@ -106,7 +106,7 @@ def require_data_of(report: DataReport, source: str) -> None:
             "data/validated was made from different data.",
             expected=source,
             got=report.source,
-            do="run validate_data with the same overrides, or use safetrain run, which does so",
+            do="run validate_data with the same values, or all stages: safetrain run KEY=VALUE",
         )
 
 

@@ -184,7 +184,7 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
             "The recommended configuration is for another model or method.",
             expected=f"train.method={method} on {model}",
             got=f"{planned} on {recommendation.base}",
-            do="run recommend_config with the same overrides, or train with 'dvc exp run -S', which plans again",
+            do="run recommend_config with the same values, or all stages: safetrain run KEY=VALUE",
         )
 
 

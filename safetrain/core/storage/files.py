@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
-from safetrain.core.formatting import dvc, size_text, written_again
+from safetrain.core.formatting import size_text, written_again
 from safetrain.core.storage.paths import ERROR
 
 Kind = TypeVar("Kind")
@@ -190,7 +190,7 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
     try:
         return read_record(path, kind)
     except FileNotFoundError:
-        what, got, do = "does not exist yet.", "", f"run '{dvc()} repro', or repeat your 'safetrain run'"
+        what, got, do = "does not exist yet.", "", "run the pipeline: safetrain run"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what, got, do = "cannot be read.", damage_of(error), again or written_again()
     raise ConfigError(f"{path.name} {what}", where=str(path), got=got, do=do)
