@@ -47,7 +47,7 @@ SAID_FIELDS = frozenset(
 RECORDS = {
     "data_report.json": (reports.DataReport, reports.SplitReport, reports.Finding),
     "preflight_report.json": (check_report.PreflightReport, check_report.Check),
-    "recommended_config.json": (settings.Recommendation, settings.DryRun, settings.MemoryTerm),
+    "recommended_config.json": (settings.Recommendation, settings.DryRun),
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (metrics.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, metrics.TrainingSummary, metrics.Proof),

@@ -36,7 +36,6 @@ from safetrain.core.records.settings import (
     DRY_RUN_SLOW_SECONDS,
     SMALLEST,
     LoraSettings,
-    MemoryTerm,
     Shape,
     is_target,
     updates_per_epoch,
@@ -84,7 +83,7 @@ class Estimate(Setup):
         return self.largest or Shape(rows, tokens, rows * tokens, rows * tokens, max(rows, ROWS_PER_UPDATE) * tokens)
 
     @functools.cached_property
-    def terms(self) -> tuple[MemoryTerm, ...]:
+    def terms(self) -> dict[str, int]:
         """The terms of the peak of mlx's allocator."""
         return predicted_peak(self, self.micro_batch)
 

@@ -79,7 +79,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
     table = _table(console, f"{shape}, {settings.method}{rank}{note}, on {here}")
     sizes = {
-        **{term.name: term.size_bytes for term in run.terms},
+        **run.terms,
         "predicted peak of mlx": run.peak_bytes,
         f"margin, {100 * (MARGIN - 1):.0f} % of the estimate": with_margin(run.terms) - run.peak_bytes,
         "Python and libraries": run.machine.process_memory_bytes,

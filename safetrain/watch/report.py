@@ -19,7 +19,7 @@ from safetrain.core.formatting import (
 )
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
-from safetrain.core.records.settings import MEMORY_ONLY, TrainSettings
+from safetrain.core.records.settings import EXACT, MEMORY_ONLY, TrainSettings
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.evaluation import describe_forgetting, describe_loss, describe_preference
@@ -65,7 +65,7 @@ def render(template: str, **values: Any) -> str:
         describe_rows, environment_of, history_of, memory_sizes, rows_text, status_of, verdict_of,
         written_again,
     )  # fmt: skip
-    pages.globals |= {function.__name__: function for function in functions}
+    pages.globals |= {"EXACT": EXACT, **{function.__name__: function for function in functions}}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))
 
 

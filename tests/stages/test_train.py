@@ -9,7 +9,7 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory.estimate import RunMemory
+from safetrain.core.memory.estimate import RunMemory, exact_bytes
 from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.run_state import RunIdentity
@@ -58,7 +58,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
         return memory_of(Job(**own, **loaded), "cpu")
 
     found = memory()
-    counted = sum(term.size_bytes for term in found.terms if term.exact)
+    counted = exact_bytes(found.terms)
     assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
     assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
     own = largest_update(rows, rows.take(slice(3)), 16, 2, None, (settings.seed,))

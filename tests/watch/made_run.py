@@ -19,7 +19,7 @@ from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvemen
 from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, start_csv
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest
-from safetrain.core.records.settings import DryRun, MemoryTerm, Recommendation, Rung, Shape, TrainJob, TrainSettings
+from safetrain.core.records.settings import DryRun, Recommendation, Rung, Shape, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
@@ -31,7 +31,7 @@ PLAN = Recommendation(
     settings=SETTINGS,
     reasons={"learning_rate": "width 64 and its scale", "lora.rank": "enough for 9 rows", "batch_size": "it fits"},
     base="models/tiny", start="", backend="cpu", longest_row=41, largest_update=Shape(4, 40, 120, 60),
-    predicted_peak_bytes=2 * GIB, margin_bytes=0, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
+    predicted_peak_bytes=2 * GIB, margin_bytes=0, memory_terms={"base weights": GIB},
     memory_budget=MemoryBudget(8 * GIB, GIB // 8), measured=DryRun(GIB, GIB, 1.0, "cpu", None), verified=True,
     total_seconds=30.0, disk_bytes=9, test_tokens=4096, answer_tokens=512, general_tokens=2048,
 )  # fmt: skip

@@ -36,7 +36,7 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import ModelFiles, in_blocks
 from safetrain.core.model.shapes import FAMILIES
 from safetrain.core.records.schema import PRETRAIN, WHOLE, rows_together
-from safetrain.core.records.settings import MemoryTerm, Recommendation, Shape, TrainSettings
+from safetrain.core.records.settings import EXACT, Recommendation, Shape, TrainSettings
 
 # The factor on estimated terms; exact terms need none (measured on Linux CPU: the closed form is 7 to 35 % above the
 # peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -69,13 +69,13 @@ STREAMED = {
 class RunMemory:
     """The memory of mlx's allocator in a run, in bytes."""
 
-    terms: tuple[MemoryTerm, ...]  # from the closed form
+    terms: dict[str, int]  # from the closed form
     peak_bytes: int
     needed_bytes: int  # the peak, plus a margin unless it is measured
     mlx_limit_bytes: int
 
 
-def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
+def predicted_peak(run: Setup, shape: Shape) -> dict[str, int]:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction.
 
     The optimizer holds the gradient of all trained weights, and copies of one block's numbers; in pretraining, the
@@ -85,18 +85,15 @@ def predicted_peak(run: Setup, shape: Shape) -> tuple[MemoryTerm, ...]:
     exact = {} if run.settings.stream_base else {"base weights": base_bytes(run)}
     exact |= {"trained weights": trained, "optimizer's state": optimizer_state_bytes(run)}
     accumulates = shape.accumulates and not run.settings.stream_base
-    accumulated = (MemoryTerm("accumulated gradient", trained, exact=True),) if accumulates else ()
+    accumulated = {"accumulated gradient": trained} if accumulates else {}
     phases = streamed_phases(run, shape) if run.settings.stream_base else work_phases(run, shape)
     embedding = matrix_bytes(run.model) if run.settings.method == PRETRAIN else 0
     block = max(trained / run.settings.lora.num_layers, embedding)
-    optimizer = (MemoryTerm("optimizer at work", trained + int(OPTIMIZER_COPIES * block)),)
-    return (
-        *(MemoryTerm(name, size, exact=True) for name, size in exact.items()),
-        *max(*((*accumulated, *phase) for phase in phases), optimizer, key=total_bytes),
-    )
+    optimizer = {"optimizer at work": trained + int(OPTIMIZER_COPIES * block)}
+    return exact | max(*(accumulated | phase for phase in phases), optimizer, key=total_bytes)
 
 
-def streamed_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
+def streamed_phases(run: Setup, shape: Shape) -> tuple[dict[str, int], ...]:
     """A step's temporary terms, with the base on disk, at its possible peaks: the loss and a block's backward pass.
 
     The inputs of blocks are kept for all rows that pass through a block together. One block is computed while the next
@@ -175,17 +172,22 @@ def read_bytes(run: Setup, shape: Shape) -> int:
     return -(-tokens // together) * (passes + model.static_bytes - sum(sizes.values()))
 
 
-def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
+def total_bytes(terms: dict[str, int]) -> int:
     """Sum of the terms, in bytes."""
-    return sum(term.size_bytes for term in terms)
+    return sum(terms.values())
 
 
-def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
+def exact_bytes(terms: dict[str, int]) -> int:
+    """Sum of the terms whose size is known, not estimated."""
+    return sum(terms.get(name, 0) for name in EXACT)
+
+
+def with_margin(terms: dict[str, int], factor: float = MARGIN) -> int:
     """The predicted peak to compare with a budget, in bytes of mlx's allocator.
 
     ``factor`` multiplies the estimated terms; exact terms need no margin.
     """
-    total, exact = total_bytes(terms), sum(term.size_bytes for term in terms if term.exact)
+    total, exact = total_bytes(terms), exact_bytes(terms)
     return exact + int((total - exact) * factor)
 
 
@@ -237,7 +239,7 @@ def memory_of_run(
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak - beyond, budget))
     # from one run to another, exact terms are exchanged, and the rest scales with the estimated terms
     then = predicted_peak(*_largest_of(model, planned.settings, planned.largest_update, backend_name))
-    exact_then, exact = (sum(term.size_bytes for term in each if term.exact) for each in (then, terms))
+    exact_then, exact = exact_bytes(then), exact_bytes(terms)
     estimated_then, estimated = total_bytes(then) - exact_then, total_bytes(terms) - exact
     share = estimated / estimated_then if estimated_then else 1.0
     peak = exact + int(max(0, measured - exact_then) * share)
@@ -290,7 +292,7 @@ def require_computable(compute_dtype: str | None, backend_name: str) -> None:
 
 
 def does_not_fit(
-    terms: tuple[MemoryTerm, ...],
+    terms: dict[str, int],
     batch_size: int,
     length: int,
     budget: MemoryBudget,
@@ -298,8 +300,8 @@ def does_not_fit(
     instead: Sequence[str] = ("a smaller or more strongly quantized model", "shorter rows (train.max_seq_length)"),
 ) -> MachineError:
     """The error for a configuration in which mlx needs ``needed_bytes``; ``instead``: changes that would fit."""
-    large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
-    parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
+    large = {name: size for name, size in terms.items() if size > total_bytes(terms) / 50}
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in large.items())
     parts += f", Python and libraries {size_text(budget.process_bytes)}"
     whole = size_text(needed_bytes + budget.process_bytes)
     first = "lower train.batch_size, " if batch_size > 1 else "close other programs or raise train.memory_limit_gb, "

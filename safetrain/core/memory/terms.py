@@ -10,7 +10,7 @@ import numpy as np
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.model.shapes import TYPE_BYTES, TYPES
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm, Shape, TrainSettings, is_target
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, Shape, TrainSettings, is_target
 
 THREADS = "OPENBLAS_NUM_THREADS"  # environment variable: threads of matrix products on a CPU
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
@@ -137,7 +137,7 @@ def labels_in_chunk(run: Setup) -> int:
     return chunk_tokens(run.model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
 
 
-def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
+def work_phases(run: Setup, shape: Shape) -> tuple[dict[str, int], ...]:
     """The temporary terms of a step at the three moments that can be the peak: the loss, the top block's backward
     pass, and the lowest trained block's backward pass.
 
@@ -172,10 +172,10 @@ def work_phases(run: Setup, shape: Shape) -> tuple[tuple[MemoryTerm, ...], ...]:
     return with_factors(COEFFICIENTS, always | loss, backward | top, backward | bottom)
 
 
-def with_factors(factors: dict[str, float], *phases: dict[str, int]) -> tuple[tuple[MemoryTerm, ...], ...]:
+def with_factors(factors: dict[str, float], *phases: dict[str, int]) -> tuple[dict[str, int], ...]:
     """The terms of each phase, in the order of ``factors``, without those of size 0."""
-    scaled = [[(name, int(sizes.get(name, 0) * factor)) for name, factor in factors.items()] for sizes in phases]
-    return tuple(tuple(MemoryTerm(name, size) for name, size in phase if size) for phase in scaled)
+    scaled = [{name: int(sizes.get(name, 0) * factor) for name, factor in factors.items()} for sizes in phases]
+    return tuple({name: size for name, size in phase.items() if size} for phase in scaled)
 
 
 def shards_of(run: Setup, shape: Shape) -> int:

@@ -21,6 +21,7 @@ MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", 
 ROUNDING_ONLY = (*MEMORY_ONLY, "threads")  # these change results only by rounding and dropout's random numbers
 # These decide the memory of a run
 MEMORY = (*MEMORY_ONLY, "max_seq_length", "compute_dtype", "lora", "method", "optimizer")
+EXACT = ("base weights", "trained weights", "optimizer's state", "accumulated gradient")  # terms of the memory
 UPDATE = ("longest", "tokens", "labels")
 
 
@@ -104,15 +105,6 @@ SMALLEST = TrainSettings(  # of one step on one row, for a caller to change what
 
 
 @dataclass(frozen=True)
-class MemoryTerm:
-    """One line of the memory estimate."""
-
-    name: str
-    size_bytes: int
-    exact: bool = False  # whether the size is known, not estimated
-
-
-@dataclass(frozen=True)
 class Shape:
     """The size of an update, or of one of its micro-batches, with truncated rows."""
 
@@ -157,7 +149,7 @@ class Recommendation:
     largest_update: Shape  # that the memory is predicted for
     predicted_peak_bytes: int  # of mlx's allocator, by the closed form
     margin_bytes: int  # reserve on top of it
-    memory_terms: tuple[MemoryTerm, ...]
+    memory_terms: dict[str, int]  # bytes by name; their sum is the predicted peak
     memory_budget: MemoryBudget
     measured: DryRun | None  # on the largest updates of several row orders; None: no dry run
     verified: bool  # whether the dry run fits the budget
