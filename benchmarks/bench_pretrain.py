@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.bench_memory_accuracy import stage
 from benchmarks.machine import show_result, write_result
 from models.recipe.text import document, subjects
-from safetrain.core.model.presets import PRESETS
+from safetrain.core.model.shapes import PRESETS
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import read_record
 from tests.support.chaos.project import Project

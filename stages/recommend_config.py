@@ -15,7 +15,6 @@ from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.pretraining import pretraining_text
 from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
 
@@ -33,9 +32,6 @@ def main(config: Pipeline) -> None:
     inputs = PlanInputs(data, machine, model, rows)
     recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
-    if config.train.method == PRETRAIN:
-        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        print_text(pretraining_text(recommendation, model.parameters, tokens))
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
 

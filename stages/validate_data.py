@@ -6,7 +6,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
-from safetrain.core.model.presets import PRESETS
+from safetrain.core.model.shapes import PRESETS
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.recipe.text import document, subjects
-from safetrain.core.model.presets import ModelShape
+from safetrain.core.model.shapes import ModelShape
 from safetrain.core.storage.files import write_text
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.create.model import create_model

@@ -25,8 +25,15 @@ import numpy as np
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import count_text
 from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
-from safetrain.core.model.presets import OWN_IDS, ModelShape, config_of, deviation, wanted_tokens
-from safetrain.core.model.shapes import TensorHeader, tensors_of
+from safetrain.core.model.shapes import (
+    OWN_IDS,
+    ModelShape,
+    TensorHeader,
+    config_of,
+    deviation,
+    tensors_of,
+    wanted_tokens,
+)
 from safetrain.core.storage.files import (
     full_disk_named,
     json_object,

@@ -28,6 +28,7 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.system import own_limit_bytes, within_data_limit
 from safetrain.core.memory.terms import WIDTH_STEP, Setup, base_bytes, width_of
 from safetrain.core.model.files import ModelFiles, adapted_weights
+from safetrain.core.model.shapes import wanted_tokens
 from safetrain.core.records.adapter_files import starting_shape
 from safetrain.core.records.reports import DataReport, Machine, SplitReport
 from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train, rows_together
@@ -41,7 +42,6 @@ from safetrain.core.records.settings import (
     updates_per_epoch,
     with_pins,
 )
-from safetrain.plan.pretraining import tokens_to_train, window_length, windows_per_update
 
 # Costs that order the candidates; dry runs decide between close ones. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, which is a third of the work of a step
@@ -55,6 +55,10 @@ ATTAINED = 0.5  # a training run's share of the speed of a large product (measur
 LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
+# Up to four passes over the same text are worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264).
+MOST_PASSES = 4
+MOST_WINDOW = 2048  # tokens; usual in published pretraining runs of small models
+LEAST_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048  # of pretraining
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
     count = min(data.train.rows, (train.max_examples or data.train.rows) * inputs.rows.train.documents.rows_per_pair)
     if train.method == PRETRAIN:  # every window is full
         longest, tokens = lengths[0], int(rows.train.documents.lengths.sum(dtype=np.int64))
-        usual = windows_per_update(model, tokens_to_train(model.parameters, tokens, train), longest)
+        usual_tokens = min(wanted_tokens(model.parameters), MOST_PASSES * tokens)
+        usual = windows_per_update(model, train.num_epochs * tokens if train.num_epochs else usual_tokens, longest)
         mean, count = float(longest), -(-(tokens - 1) // longest)
     settings = dataclasses.replace(with_pins(SMALLEST, train), lora=lora)
     settings = dataclasses.replace(settings, compute_dtype=compute_dtype_of(train, machine, model))
@@ -188,6 +193,22 @@ def _largest_updates(inputs: PlanInputs, train: Train) -> Callable[[int, int], S
         return largest_update(rows.train, rows.valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return largest
+
+
+def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
+    """Windows per step of pretraining on ``tokens`` tokens; a power of two.
+
+    A short run uses smaller steps, so that it makes at least LEAST_UPDATES; below LEAST_UPDATE_TOKENS, the optimizer
+    would take longer than the gradient.
+    """
+    fitted = fitted_update_tokens(6.0 * model.parameters * tokens)
+    update_tokens = int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_UPDATES)))
+    return 2 ** max(0, round(math.log2(update_tokens / length)))
+
+
+def fitted_update_tokens(operations: float) -> float:
+    """Tokens per step, for the operations of the whole run (arXiv 2401.02954, formula 1)."""
+    return 0.292 * operations**0.3271
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train) -> int:
@@ -230,7 +251,7 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     if pinned is not None and pinned > limit:
         raise ConfigError(f"train.max_seq_length is {pinned}.", expected=f"at most {limit}, the model's context")
     if pinned is not None or train.method == PRETRAIN:
-        return [pinned or window_length(model)]
+        return [pinned or min(limit, MOST_WINDOW)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
     return list(dict.fromkeys(min(width_of(each, rectangles=False), limit) for each in (data.longest_row, most)))
 

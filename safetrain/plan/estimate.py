@@ -12,8 +12,7 @@ from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, read_bytes, require_trainable, with_margin
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
-from safetrain.core.model.presets import OWN_IDS, PRESETS, config_of
-from safetrain.core.model.shapes import FAMILIES
+from safetrain.core.model.shapes import FAMILIES, OWN_IDS, PRESETS, config_of
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings

@@ -19,7 +19,7 @@ from safetrain.core.memory.terms import (
     trained_parameters,
     usable_cores,
 )
-from safetrain.core.model.presets import TOKENS_PER_PARAMETER, wanted_tokens
+from safetrain.core.model.shapes import TOKENS_PER_PARAMETER, wanted_tokens
 from safetrain.core.records.metrics import proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoint_bytes
 from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
@@ -33,6 +33,8 @@ from safetrain.core.records.settings import (
     usual_warmup,
 )
 from safetrain.plan.candidates import (
+    MOST_PASSES,
+    MOST_WINDOW,
     ROWS_PER_UPDATE,
     Estimate,
     PlanInputs,
@@ -41,22 +43,19 @@ from safetrain.plan.candidates import (
     candidates_at,
     dry_run_seconds,
     epochs_for,
+    fitted_update_tokens,
     nothing_fits,
     nothing_passed,
     places_of_base,
     usual_epochs,
 )
 from safetrain.plan.child import dry_run_path, try_out
-from safetrain.plan.pretraining import (
-    MOST_WINDOW,
-    passes_for,
-    pretraining_rate,
-)
 
 MOST_DRY_RUNS = 8
 MOST_SECONDS = 300.0  # a dry run that is expected to take longer is made only after all shorter ones
 LESS_AFTER_A_DEATH = 0.92  # after an out-of-memory dry run, only candidates with this share of its peak are tried
 SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: processes differ a little in memory
+HIGHEST_RATE = 4e-3  # of pretraining
 RATE_DIVISOR = 10  # of full fine-tuning and pairs (DPO: arXiv 2310.16944 uses 5e-7 where SFT has 2e-5; LoRA: TRL)
 WHY_RECOMPUTED = {False: "not needed: stored activations fit", True: "less memory for a third more time"}
 WHY_ON_DISK = {
@@ -363,3 +362,27 @@ def learning_rate_for(fit: Estimate) -> tuple[float, str]:
         rate,
         f"width {width} and LoRA scale {scale:g}: scale x rate = {rate * scale:.2g}, for {rows} rows per update",
     )
+
+
+def pretraining_rate(parameters: int, tokens: int, update_tokens: int) -> tuple[float, str]:
+    """Learning rate for C operations, and its reason.
+
+    0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch).
+    """
+    operations = 6.0 * parameters * tokens
+    usual = fitted_update_tokens(operations)
+    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
+    sizes = f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens"
+    return float(f"{min(rate, HIGHEST_RATE):.2g}"), f"{sizes}, {update_tokens:,} per step (DeepSeek's fit)"
+
+
+def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:
+    """Epochs to reach the recommended tokens, at most four; and the reason."""
+    target = wanted_tokens(parameters)
+    needed = math.ceil(target / max(1, tokens_there))
+    count = max(1, min(MOST_PASSES, needed))
+    per = f"{TOKENS_PER_PARAMETER} tokens per parameter (Hoffmann et al. 2022)"
+    text = f"{per} would be {count_text(target)}; your data has {count_text(tokens_there)}"
+    if needed > count:
+        text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
+    return count, text

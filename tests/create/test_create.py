@@ -15,8 +15,7 @@ import pytest
 from models.recipe import build
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
-from safetrain.core.model.presets import PRESETS, ModelShape
-from safetrain.core.model.shapes import TensorHeader
+from safetrain.core.model.shapes import PRESETS, ModelShape, TensorHeader
 from safetrain.create import model as create
 from safetrain.create.model import (
     SAMPLE_BYTES,

@@ -13,7 +13,7 @@ from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import beyond_limit_bytes, memory_of_run, predicted_peak, total_bytes
 from safetrain.core.memory.terms import Setup
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
-from safetrain.core.model.presets import PRESETS
+from safetrain.core.model.shapes import PRESETS
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import SMALLEST, LoraSettings, Recommendation, Shape, resolve
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit

@@ -9,7 +9,7 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, TokenWindows
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.model.files import read_model_files, tokenizer_hash
-from safetrain.core.model.presets import PRESETS
+from safetrain.core.model.shapes import PRESETS
 from safetrain.create.model import create_model
 from safetrain.data.validate import training_texts
 from tests.conftest import EMBEDDED
