@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.machine import show_result, write_result
 from safetrain.engine.child_process import limit_memory
 from safetrain.plan.child import run_lines
-from safetrain.plan.selftest import judge
+from safetrain.plan.preflight import judge
 from tests.support.families import build_family, families
 
 LIMIT_BYTES, SECONDS, AT_A_TIME = 4 * 2**30, 240.0, 3

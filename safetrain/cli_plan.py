@@ -128,7 +128,7 @@ def selftest(
     The check compares a model's loss and gradient with those of mlx-lm's own layers.
     """
     from safetrain.core.model.files import read_model_files
-    from safetrain.plan import selftest as tests
+    from safetrain.plan import preflight as tests
 
     if report:
         print("This takes less than a minute. Paste the block below into an issue.", file=sys.stderr)

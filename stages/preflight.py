@@ -29,9 +29,8 @@ def main(config: Pipeline) -> None:
     require_known(downgraded_ids)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
     checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
-    total = machine.total_memory_bytes if machine else None
     checks = downgrade(checks, downgraded_ids)
-    report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds, total)
+    report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds)
     write_record(paths.PREFLIGHT_REPORT, report)
     print_text(render(report))
     if report.exit_code:

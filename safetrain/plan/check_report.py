@@ -2,11 +2,8 @@
 
 import dataclasses
 import difflib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import psutil
 
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import counted
@@ -14,7 +11,6 @@ from safetrain.core.storage import paths
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
-SCHEMA = 2
 REINSTALL = "install safetrain again; in a clone: make clean && make"
 CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "PACKAGES": REINSTALL,
@@ -23,10 +19,9 @@ CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "CPU-BLAS": REINSTALL,
     "ENV-ULIMIT": "ulimit -v unlimited; ulimit -d unlimited",
     "ENV-SWAP": "close other programs: training that swaps is ten times slower",
-    "MAC-POWER": "plug it in, and leave the lid open",
     "MODEL-FILES": "",
     "DATA-FILES": f"see {paths.DATA_REPORT}",
-    "RUN-PREV": "",
+    "RUN-PREV": "safetrain discard (deletes that run), or use its data and model again",
     "HOSTS-FILE": "",
     "MODEL-LOAD": "use a model that mlx-lm supports: safetrain fetch HUB_ID",
     "MODEL-TRAIN": "train a model of another family; a newer mlx-lm may train this one",
@@ -45,7 +40,6 @@ class Check:
     critical: bool
     found: str
     needed: str = ""  # the threshold
-    source: str = ""  # where the value comes from
     remedy: str = ""  # one thing to do, if possible a command
 
 
@@ -53,26 +47,22 @@ class Check:
 class PreflightReport:
     """Content of preflight_report.json."""
 
-    schema: int
     status: str  # pass, fail, open
     exit_code: int  # 0: pass, 1: a critical check failed, 2: a critical check was skipped
     level: str
     seconds: float
     passed: int
     failed: int
+    critical_failures: int
     warnings: int
     skipped: int
-    critical_failures: int
-    available_memory_bytes: int
-    total_memory_bytes: int
-    free_disk_bytes: int
     checks: tuple[Check, ...]
 
 
-def verdict(identifier: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "") -> Check:
+def verdict(identifier: str, ok: bool, critical: bool, found: str, needed: str = "") -> Check:
     """A check that passes if ``ok``; else it fails if it is critical, and warns if not."""
     status = PASS if ok else FAIL if critical else WARN
-    return Check(identifier, status, critical, found, needed, source, "" if ok else CHECKS[identifier])
+    return Check(identifier, status, critical, found, needed, "" if ok else CHECKS[identifier])
 
 
 def skipped(identifier: str, why: str, *, critical: bool = False) -> Check:
@@ -83,7 +73,7 @@ def skipped(identifier: str, why: str, *, critical: bool = False) -> Check:
 def from_error(identifier: str, error: SafetrainError) -> Check:
     """A failed check with the error's text."""
     parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
-    return Check(identifier, FAIL, True, "; ".join(parts), error.expected, "", error.do)
+    return Check(identifier, FAIL, True, "; ".join(parts), error.expected, error.do)
 
 
 def require_known(identifiers: Sequence[str]) -> None:
@@ -106,17 +96,14 @@ def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check
     return lowered
 
 
-def summarise(
-    checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None
-) -> PreflightReport:
-    """Build the report: the checks, counts of their verdicts, and the free memory and disk space."""
-    memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else "."
+def summarise(checks: Sequence[Check], level: str, seconds: float) -> PreflightReport:
+    """Build the report of these checks."""
+    critical = [check.status for check in checks if check.critical]
+    code = 1 if FAIL in critical else 2 if SKIP in critical else 0
     passed, warnings, failed, not_run = (sum(check.status == status for check in checks) for status in MARKS)
-    critical = sum(check.status == FAIL and check.critical for check in checks)
-    code = 1 if critical else 2 if any(check.status == SKIP and check.critical for check in checks) else 0
     return PreflightReport(
-        SCHEMA, ("pass", "fail", "open")[code], code, level, round(seconds, 2), passed, failed, warnings, not_run,
-        critical, memory.available, total_memory_bytes or memory.total, shutil.disk_usage(folder).free, tuple(checks),
+        ("pass", "fail", "open")[code], code, level, round(seconds, 2), passed, failed, critical.count(FAIL), warnings,
+        not_run, tuple(checks),
     )  # fmt: skip
 
 
@@ -133,11 +120,8 @@ def render(report: PreflightReport) -> str:
     for check in report.checks:
         lines.append(f"{MARKS[check.status]} {check.id:<16} {check.found}")
         if check.status in (WARN, FAIL):
-            needed = f"{check.needed} ({check.source})" if check.source else check.needed
-            lines += [f"       {'':<16} needed: {needed}"] if check.needed else []
+            lines += [f"       {'':<16} needed: {check.needed}"] if check.needed else []
             lines += [f"       {'':<16} do: {check.remedy}"] if check.remedy else []
-    lines.append(
-        f"{report.passed} passed, {report.failed} failed ({report.critical_failures} critical), "
-        f"{counted(report.warnings, 'warning')}, {report.skipped} skipped; level {report.level}, {report.seconds:.1f} s"
-    )
-    return "\n".join(lines)
+    counts = f"{report.passed} passed, {report.failed} failed ({report.critical_failures} critical), "
+    counts += f"{counted(report.warnings, 'warning')}, {report.skipped} skipped"
+    return "\n".join([*lines, f"{counts}; level {report.level}, {report.seconds:.1f} s"])

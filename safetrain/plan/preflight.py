@@ -1,4 +1,4 @@
-"""The checks before training: functions that turn facts into verdicts and change nothing."""
+"""The checks before training, and `safetrain selftest`: functions that turn facts into verdicts and change nothing."""
 
 import dataclasses
 import importlib.metadata
@@ -6,8 +6,11 @@ import platform
 import resource
 import shutil
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -16,7 +19,7 @@ from safetrain.core.data.training_rows import TrainingRows, load_training_rows, 
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.hosts import HOSTS_FILE, hosts_of
+from safetrain.core.hosts import hosts_of
 from safetrain.core.memory.system import (
     CRITICAL,
     FREE_PERCENT,
@@ -28,19 +31,18 @@ from safetrain.core.memory.system import (
 )
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import FAMILIES
-from safetrain.core.postmortem import PostMortem
 from safetrain.core.records.adapter_files import start_of, starting_point
 from safetrain.core.records.reports import DataReport, Machine, require_data_of, require_source
-from safetrain.core.records.run_state import RunIdentity, RunState, checkpoints_in, is_finished
+from safetrain.core.records.run_state import RunIdentity, RunState, checkpoints_in
 from safetrain.core.records.schema import WHOLE, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, read_result
-from safetrain.core.storage.paths import FLIGHT, MARKER, POINTER, POSTMORTEM
+from safetrain.core.storage.paths import POINTER
 from safetrain.plan.candidates import PlanInputs
-from safetrain.plan.check_report import FAIL, PASS, WARN, Check, from_error, skipped, verdict
-from safetrain.plan.child import NOT_INSTALLED, version_of
-from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
+from safetrain.plan.check_report import FAIL, MARKS, PASS, Check, from_error, skipped, verdict
+from safetrain.plan.child import NOT_INSTALLED, ChildFailed, room_bytes, run_json, version_of
+from safetrain.plan.machine import TIMEOUT_SECONDS, Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import plan_run
 
 PLANNED = "DISK-FREE", "MEM-FIT"  # checked by making a plan
@@ -48,6 +50,9 @@ LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 # An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
+FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1  # of the self-test
+ROWS, TOKENS = "3", "64"  # of its pass
+FENCE = "```"  # keeps the columns aligned in an issue
 
 
 def examine(
@@ -71,7 +76,7 @@ def examine(
         checks += engine_checks(machine, probe)
     else:
         why = f"mlx does not work here: {why_not}"
-        checks.append(verdict("HW-GPU", False, True, why, "mlx starts", f"python -m {module}"))
+        checks.append(verdict("HW-GPU", False, True, why, "mlx starts"))
     held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
     checks += [*environment_checks(held_bytes), model_check, data_check]
     checks += [previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
@@ -97,7 +102,7 @@ def packages_check() -> Check:
             if version == NOT_INSTALLED or version not in line.specifier:
                 wrong.append(f"{line.name}{line.specifier}")
                 critical |= version == NOT_INSTALLED
-    return verdict("PACKAGES", not wrong, critical, ", ".join(texts), ", ".join(wrong), sys.executable)
+    return verdict("PACKAGES", not wrong, critical, ", ".join(texts), ", ".join(wrong))
 
 
 def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
@@ -105,51 +110,45 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
     memory, budget, gpu = psutil.virtual_memory(), machine.memory_budget_bytes, machine.backend != "cpu"
     yield verdict("HW-RAM", budget >= GOOD_BUDGET_BYTES, budget < LEAST_BUDGET_BYTES,
                   f"budget {size(budget)}; {size(memory.available)} available of {size(memory.total)}",
-                  f"at least {size(LEAST_BUDGET_BYTES)}, preferably {size(GOOD_BUDGET_BYTES)}",
-                  "free memory, minus a reserve")  # fmt: skip
+                  f"at least {size(LEAST_BUDGET_BYTES)}, preferably {size(GOOD_BUDGET_BYTES)}")  # fmt: skip
     text = "cpu (no GPU: fine for tests and small models)"
     if gpu:
         text = f"{machine.backend}: {machine.device}, {probe.gemm_gflops:,.0f} GFLOP/s in float32"
         text += f", {size(probe.working_set_bytes)} for one process" if probe.working_set_bytes else ""
         text += f", emulates bfloat16, computes in {machine.compute_dtype}" if machine.compute_dtype else ""
     text += f"; {machine.chip}, {counted(machine.physical_cores, 'core')}, {machine.architecture}"
-    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False, text, "Metal on a Mac", "mlx")
+    yield verdict("HW-GPU", gpu or sys.platform != "darwin", False, text, "Metal on a Mac")
     if not gpu:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
         needed = f"a fast BLAS, at least {SLOW_GFLOPS:.0f} GFLOP/s"
         ok = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
-        yield verdict("CPU-BLAS", ok, False, text, needed, "product of two 1024 x 1024 matrices")
+        yield verdict("CPU-BLAS", ok, False, text, needed)
 
 
 def environment_checks(static_bytes: int) -> Iterator[Check]:
-    """Check limits of the shell, memory used by other programs, and a laptop's power."""
+    """Check limits of the shell, and memory used by other programs."""
     kinds = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
     limits = {resource.getrlimit(kind)[0]: flag for flag, kind in kinds.items()}
     limit = min((each for each in limits if each != resource.RLIM_INFINITY), default=None)
     least = static_bytes + PROCESS_BYTES
     text = "no limit" if limit is None else f"ulimit {limits[limit]} is {size(limit)}"
     needed = f"no limit, or at least {size(least)}; on CPU, mlx crashes if an allocation fails"
-    yield verdict("ENV-ULIMIT", limit is None, limit is None or limit < least, text, needed, "getrlimit")
+    yield verdict("ENV-ULIMIT", limit is None, limit is None or limit < least, text, needed)
     if sys.platform == "darwin":
-        battery = psutil.sensors_battery()
-        power = None if battery is None else (bool(battery.power_plugged), battery.percent)
-        yield from mac_checks(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT), power)
+        yield pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT))
 
 
-def mac_checks(level: int, free_percent: int, power: tuple[bool, float] | None) -> Iterator[Check]:
-    """Check macOS's own measure of memory pressure, and warn about a laptop on battery.
+def pressure_check(level: int, free_percent: int) -> Check:
+    """Check macOS's own measure of memory pressure.
 
     Swap in use means nothing: macOS swaps idle pages even with half of its memory free, and enlarges swap on demand.
-    Level 2 means little: 8 GB machines stay at it with 46 % free. ``power``: whether plugged in, and the charge in %.
+    Level 2 means little: 8 GB machines stay at it with 46 % free.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    yield verdict("ENV-SWAP", not short, False, f"memory pressure level {level}, {free_percent} % free",
-                  f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free",
-                  f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}")  # fmt: skip
-    if power is not None:
-        text = "mains power" if power[0] else f"battery, {power[1]:.0f} %"
-        yield verdict("MAC-POWER", power[0], False, text, "mains power", "psutil")
+    text = f"memory pressure level {level}, {free_percent} % free"
+    needed = f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free"
+    return verdict("ENV-SWAP", not short, False, text, needed)
 
 
 def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
@@ -160,7 +159,7 @@ def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
         return None, from_error("MODEL-FILES", error)
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
     text = f"{folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, {size(model.static_bytes)}"
-    return model, Check("MODEL-FILES", PASS, True, text, source="file headers")
+    return model, Check("MODEL-FILES", PASS, True, text)
 
 
 def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, Check]:
@@ -183,41 +182,28 @@ def data_check(report: DataReport) -> Check:
     counts, noun = [split.pairs or split.rows for _, split in report.splits], "pairs" if report.train.pairs else "rows"
     ok, text = all(counts), "{} train, {} valid, {} test {} from {}".format(*counts, noun, report.source)
     return verdict("DATA-FILES", ok and not report.warnings, not ok, "; ".join([text, *report.warnings]),
-                   "at least one row in each split", paths.DATA_REPORT.name)  # fmt: skip
+                   "at least one row in each split")  # fmt: skip
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
     """Check that the disk has room for these bytes."""
     free, better = shutil.disk_usage(folder).free, needed_bytes + GIB
     return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
-                   f"{size(needed_bytes)} for checkpoints and adapter, preferably {size(better)}",
-                   "trained weights and their checkpoints (train.keep_checkpoints)")  # fmt: skip
+                   f"{size(needed_bytes)} for checkpoints and adapter, preferably {size(better)}")  # fmt: skip
 
 
-def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
-    """Warn if the last training run crashed and none has finished since.
+def previous_run_check(output: Path, planned: RunIdentity | None) -> Check:
+    """Check that ``planned`` can resume an unfinished run: with another model or rows, train refuses (exit code 7).
 
-    The check fails if ``planned`` cannot resume an unfinished run because model or rows differ: train would refuse to
-    start (exit code 7). The settings of ``planned`` are not compared.
+    The settings of ``planned`` are not compared.
     """
-    state, source = read_or_none(output / POINTER, RunState), "postmortem.json"
-    if state is not None and not state.finished and planned is not None and checkpoints_in(output):
-        identity = dataclasses.replace(planned, settings=state.identity.settings)
-        if differences := identity.differences(state.identity):
-            text = f"an unfinished run stopped at step {state.step}, and this run differs in: {', '.join(differences)}"
-            return Check("RUN-PREV", FAIL, True, text, "the same data and model, or no unfinished run", POINTER,
-                         "safetrain discard (deletes that run), or use its data and model again")  # fmt: skip
-    if (output / FLIGHT / MARKER).is_file():
-        text = "a training run ended suddenly and was not diagnosed"
-        return Check("RUN-PREV", WARN, False, text, "", source, "safetrain diagnose")
-    death, pointer = read_or_none(output / POSTMORTEM, PostMortem), output / POINTER
-    # training_state.json is not an output of DVC, so its time is that of the last training run
-    finished_since = death is not None and is_finished(output) and pointer.stat().st_mtime > death.ended_seconds
-    if death is None or finished_since:
-        return Check("RUN-PREV", PASS, False, "no crash since the last finished run", source=source)
-    ended = "was stopped" if death.cause == "stopped" else "died"
-    text = f"the last training run {ended} at step {death.step}: {death.title}"
-    return Check("RUN-PREV", WARN, False, text, "", source, death.next_command or "safetrain diagnose")
+    state = read_or_none(output / POINTER, RunState)
+    if state is None or state.finished or planned is None or not checkpoints_in(output):
+        return Check("RUN-PREV", PASS, True, "no unfinished run")
+    differences = dataclasses.replace(planned, settings=state.identity.settings).differences(state.identity)
+    text = f"an unfinished run stopped at step {state.step}"
+    text += f", and this run differs in: {', '.join(differences)}" if differences else ""
+    return verdict("RUN-PREV", not differences, True, text, "the same data and model, or no unfinished run")
 
 
 def _hosts_check(train: Train) -> Iterator[Check]:
@@ -230,7 +216,7 @@ def _hosts_check(train: Train) -> Iterator[Check]:
         yield from_error("HOSTS-FILE", error)
         return
     text = f"{counted(train.ranks, 'rank')}, {here} on this machine"
-    yield Check("HOSTS-FILE", PASS, True, text, source=str(HOSTS_FILE) if HOSTS_FILE.exists() else "train.ranks")
+    yield Check("HOSTS-FILE", PASS, True, text)
 
 
 def model_checks(
@@ -246,17 +232,17 @@ def model_checks(
     else:
         text = f"loads in {probe.load_seconds:.1f} s, forward pass works (cached per model and installation)"
         yield verdict("MODEL-LOAD", probe.loads, True, text if probe.loads else probe.load_error,
-                      "loads, with finite logits", "mlx-lm")  # fmt: skip
+                      "loads, with finite logits")  # fmt: skip
     if probe.trains is None:
         yield skipped("MODEL-TRAIN", "no forward pass was run")
     else:
         works = "backward pass works for every kind of block"
         yield verdict("MODEL-TRAIN", probe.trains, True,
                       works if probe.trains else f"{model.model_type}: {probe.train_error}",
-                      "a gradient for every kind of block, causal attention", "mlx-lm")  # fmt: skip
+                      "a gradient for every kind of block, causal attention")  # fmt: skip
     needed = f"less than the budget of {size(machine.memory_budget_bytes)}"
     yield verdict("MEM-STATIC", model.static_bytes < machine.memory_budget_bytes, must_fit(train),
-                  f"weights {size(model.static_bytes)}", needed, "file headers, machine.json")  # fmt: skip
+                  f"weights {size(model.static_bytes)}", needed)  # fmt: skip
 
 
 def must_fit(train: Train) -> bool:
@@ -293,6 +279,73 @@ def fit_check(planned: Recommendation, *, by_dry_run: bool) -> Check:
     over = planned.predicted_peak_bytes + margin + process > budget.total_bytes and not planned.verified
     if over:
         text += "; the estimate is conservative, recommend_config's dry run decides"
-    most = f"at most {size(budget.total_bytes)}"
-    source = "the smaller of machine.json and train.memory_limit_gb"
-    return verdict("MEM-FIT", not over, False, text, most, source)
+    return verdict("MEM-FIT", not over, False, text, f"at most {size(budget.total_bytes)}")
+
+
+# The self-test
+
+
+def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
+    """Run one pass of ``model`` in a child, ``python -m module``, and return the results of ``judge``.
+
+    Raises ModelError if the model cannot be trained, and MachineError if the child fails otherwise.
+    """
+    try:
+        return judge(_one_pass(module, model))
+    except ChildFailed as error:
+        how, _, refusal = str(error).partition(": ")
+        if how == f"exit code {ModelError.exit_code}":
+            raise ModelError(refusal, where=str(model), do="use another model") from None
+        do = "'safetrain preflight' checks the machine; if it ran out of memory, use a smaller model"
+        raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
+
+
+def _one_pass(module: str, model: Path) -> dict[str, Any]:
+    return run_json(module, ["--pass", str(model), ROWS, TOKENS], TIMEOUT_SECONDS, room_bytes())
+
+
+def judge(found: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """Return name, text and verdict of each figure; one without a reference passes. A GPU may use TF32 (19 bits)."""
+    limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
+    limit = limit if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
+    reference = f"(limit {limit:.0e}) from mlx-lm's layers and plain cross-entropy"
+    layout = "packed, without padding" if found["packs_rows"] else "as padded rectangles"
+    differences = [(name, found[f"{name}_difference"]) for name in ("loss", "gradient")]
+    speed = f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"
+    return [
+        *((name, f"differs by {size:.1e} {reference}", size <= limit) for name, size in differences),
+        ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers", True),
+        ("time", speed, True),
+        ("memory", f"{size(found['peak_memory_bytes'])} at the peak", True),
+    ]
+
+
+def report_lines(module: str, model: Path) -> Iterator[str]:
+    """Yield the report line by line: preflight's checks of the machine, and the results of ``judge``.
+
+    If a child fails, its line says how, and the kind of error, but not the message, which may contain a path.
+    """
+    yield FENCE
+    yield f"safetrain {version_of('safetrain')} selftest --report, {time.strftime('%Y-%m-%d')}"
+    figures: dict[str, Callable[[], list[tuple[str, str, bool]]]] = {
+        "MACHINE": lambda: _machine(Probe(**run_json(module, [], TIMEOUT_SECONDS, room_bytes()))),
+        "TRAINING": lambda: judge(_one_pass(module, model)),
+    }
+    for label, measure in figures.items():
+        try:
+            results = measure()
+        except ChildFailed as error:
+            results = [(label, ": ".join(str(error).split(": ")[:2]), False)]
+        for result in results:
+            yield from textwrap.wrap(result_line(*result), 80, subsequent_indent=" " * 18)
+    yield FENCE
+
+
+def _machine(probe: Probe) -> list[tuple[str, str, bool]]:
+    checks = [packages_check(), *engine_checks(read_machine_now(probe), probe), *environment_checks(0)]
+    return [(check.id, check.found, check.status == PASS) for check in checks]
+
+
+def result_line(name: str, text: str, passed: bool) -> str:
+    """A result as a line for the terminal, like a check of preflight."""
+    return f"{MARKS[PASS if passed else FAIL]} {name:<10} {text}"

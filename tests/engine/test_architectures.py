@@ -26,7 +26,7 @@ from safetrain.engine.update import prepare
 from safetrain.engine.upstream.adaptation import delta_rule_in_stretches
 from safetrain.engine.upstream.loading import without_adapter
 from safetrain.engine.weight_files import apply_adapter
-from safetrain.plan.selftest import judge
+from safetrain.plan.preflight import judge
 from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
 from tests.support.families import build_family

@@ -21,7 +21,7 @@ from safetrain.engine.model import open_base
 from safetrain.engine.upstream.family import build, unread_setting
 from safetrain.engine.upstream.loading import load, quantize
 from safetrain.export.fuse import FLOAT, fuse_adapter
-from safetrain.plan.selftest import selftest
+from safetrain.plan.preflight import selftest
 from tests.support.families import build_family, config_of, families
 from tests.support.random_models import TINY, build_model
 

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,22 @@ from safetrain.core.records.run_state import RunIdentity, RunState
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import write_record
-from safetrain.core.storage.paths import POINTER, POSTMORTEM
+from safetrain.core.storage.paths import POINTER
 from safetrain.plan import preflight
 from safetrain.plan.check_report import CHECKS, Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.preflight import engine_checks, environment_checks, mac_checks, model_checks, packages_check
-from safetrain.plan.selftest import judge, report_lines, selftest
+from safetrain.plan.preflight import (
+    engine_checks,
+    environment_checks,
+    judge,
+    model_checks,
+    packages_check,
+    pressure_check,
+    report_lines,
+    selftest,
+)
 from tests.conftest import EMBEDDED, ROOT
 from tests.plan.test_recommend import OPEN, data, plan
-from tests.watch.made_run import DEATH
 
 CPU = Probe("cpu", "", 0, 0, 0, 140 * 2**20, "OpenBLAS", True, "", 200.0)
 MODEL = read_model_files(EMBEDDED)
@@ -56,7 +62,6 @@ def test_this_installation_passes() -> None:
     assert {check.id for check in checks} <= set(CHECKS)
     assert all(check.status == "pass" for check in checks if check.critical)
     assert len({check.id for check in checks}) == len(checks)
-    assert all(check.source or not check.needed for check in checks), "a threshold says where its value comes from"
 
 
 def test_a_model_that_does_not_load_or_has_no_gradient_fails_with_its_reason_and_remedy() -> None:
@@ -82,52 +87,31 @@ def test_a_package_that_is_missing_fails_and_another_version_warns(monkeypatch: 
         assert f"numpy {importlib.metadata.version('numpy')}" in check.found
 
 
-def died(output: Path, **changed: object) -> None:
-    """Leave a post-mortem."""
-    usual = dataclasses.replace(DEATH, title="out of memory", step=7, ended_seconds=time.time() - 60)
-    write_record(output / POSTMORTEM, dataclasses.replace(usual, **changed))  # type: ignore[arg-type]
-
-
 IDENTITY = RunIdentity("model", "rows", "valid", "{}")
 
 
-def test_a_death_is_reported_until_a_training_has_finished_here(tmp_path: Path) -> None:
-    """The time of training_summary.json says nothing: dvc exp run puts an earlier result back."""
-    assert preflight.previous_run_check(tmp_path).status == "pass"
-    died(tmp_path)
-    (tmp_path / "training_summary.json").write_text("{}")
-    check = preflight.previous_run_check(tmp_path)
-    assert (check.status, check.remedy) == ("warn", "dvc repro")
-    assert "step 7: out of memory" in check.found
-    write_record(tmp_path / POINTER, RunState(True, "", 9, IDENTITY))
-    assert preflight.previous_run_check(tmp_path).status == "pass"
-    (tmp_path / "flight").mkdir()
-    (tmp_path / "flight" / "run.json").write_text("{}")
-    assert preflight.previous_run_check(tmp_path).status == "warn"
-
-
 def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_path: Path) -> None:
-    """The death before has 'dvc repro' as its remedy, which would end in train's refusal three stages later."""
     other = dataclasses.replace(IDENTITY, training_rows="new")
-    died(tmp_path, title="stopped", cause="stopped", step=57)
     write_record(tmp_path / POINTER, RunState(False, "", 57, IDENTITY))
-    assert preflight.previous_run_check(tmp_path, other).remedy == "dvc repro"  # no checkpoint to be refused
+    assert preflight.previous_run_check(tmp_path, other).status == "pass"  # no checkpoint to be refused
     (tmp_path / "checkpoint_epoch_0_step_57").mkdir()
     check = preflight.previous_run_check(tmp_path, other)
     assert (check.status, check.critical) == ("fail", True)
     assert check.found.endswith("stopped at step 57, and this run differs in: training rows")
     assert check.remedy.startswith("safetrain discard")
     for planned in (IDENTITY, None):
-        assert preflight.previous_run_check(tmp_path, planned).remedy == "dvc repro"
+        assert preflight.previous_run_check(tmp_path, planned).status == "pass"
+    write_record(tmp_path / POINTER, RunState(True, "", 57, IDENTITY))
+    assert preflight.previous_run_check(tmp_path, other).status == "pass"
 
 
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
     slow = list(engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf")))[-1]
     report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5)
-    assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
+    assert report.warnings == 1
     text = render(report)
-    for said in ("1 passed, 1 failed (1 critical), 1 warning, 0 skipped", "do: free some space", "no patchelf",
+    for said in ("1 passed, 1 failed, 1 warning, 0 skipped", "do: free some space", "no patchelf",
                  "needed: 1,073,741,824.00 GiB for checkpoints"):  # fmt: skip
         assert said in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
@@ -147,12 +131,9 @@ def test_a_failure_is_exit_1_an_open_question_2_a_warning_0_and_names_can_be_low
         require_known(["disk-fre"])
 
 
-def test_a_mac_under_pressure_or_on_battery_is_told() -> None:
+def test_a_mac_under_pressure_is_told() -> None:
     pressure = {(1, 54): "pass", (2, 46): "pass", (2, 14): "warn", (4, 30): "warn", (0, 0): "pass"}  # not by swap
-    assert {at: next(mac_checks(*at, None)).status for at in pressure} == pressure
-    assert [check.status for check in mac_checks(1, 54, (True, 100))] == ["pass", "pass"]
-    _, power = mac_checks(1, 54, (False, 41.6))
-    assert (power.status, power.found) == ("warn", "battery, 42 %")
+    assert {at: pressure_check(*at).status for at in pressure} == pressure
 
 
 def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.storage.files import write_record
 from tests.pipeline.workspace import Workspace
-from tests.watch.made_run import DEATH
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def examine(workspace: Workspace, *overrides: str) -> tuple[subprocess.Completed
 def test_all_is_well_is_exit_0_and_json_is_only_json(workspace: Workspace) -> None:
     done = workspace.run("safetrain", "preflight", "preflight.level=quick", "--json")
     report = json.loads(done.stdout)
-    assert (done.returncode, report["exit_code"], report["status"], report["schema"]) == (0, 0, "pass", 2)
+    assert (done.returncode, report["exit_code"], report["status"]) == (0, 0, "pass")
     fit = next(check for check in report["checks"] if check["id"] == "MEM-FIT")
     assert (fit["status"], fit["needed"][:8]) == ("pass", "at most ")
 
@@ -59,16 +57,11 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
     assert "ulimit -d unlimited" in limited.stdout
 
 
-def test_what_comes_nowhere_near_fitting_fails_and_an_earlier_death_or_a_typo_is_told(workspace: Workspace) -> None:
+def test_what_comes_nowhere_near_fitting_fails_and_a_typo_is_told(workspace: Workspace) -> None:
     done, checks = examine(workspace, "train.memory_limit_gb=0.18")
     assert (done.returncode, checks["MEM-FIT"]["status"]) == (1, "fail")
     assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]
     assert checks["MEM-FIT"]["remedy"]
-    postmortem = workspace.folder / "checkpoints_qlora" / "postmortem.json"
-    write_record(postmortem, DEATH)
-    done, checks = examine(workspace)
-    assert (done.returncode, checks["RUN-PREV"]["status"]) == (0, "warn")
-    postmortem.unlink()
     done = workspace.stage("preflight", "preflight.downgrade=[MEM-FTI]")
     assert (done.returncode, "did you mean MEM-FIT?" in done.stderr) == (2, True)
 
