@@ -9,19 +9,15 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.memory.system import GIB, PROCESS_BYTES, Readings, footprint_bytes, host_room_bytes, read_memory
@@ -47,7 +43,6 @@ PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13
 NOT_INSTALLED = "not installed"  # instead of a version
 MOST_SECONDS = 3600.0  # time limit of a dry run
 CAP_SLACK = 1.15
-PREFIX = "dry-run-"
 # Shares of the working set that Metal recommends, for machines up to 16 GiB and larger ones: an M5 Pro of 24 GB starved
 # at 0.93, an 8 GB M1 trained at 0.9 (published: tests/core/readings.py).
 METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
@@ -216,11 +211,13 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
         return cached
     about = f", about {duration_text(seconds)}" if seconds else ""
     say(f"dry run of the largest updates{about}: {job.settings}")
-    with scratch_folder(paths.OUTPUT) as scratch:
-        file = scratch / "job.json"
+    parent = paths.OUTPUT if paths.OUTPUT.is_dir() else None
+    # if this process is killed, the next training run removes it: paths.HALF_WRITTEN
+    with tempfile.TemporaryDirectory(prefix=".dry-run-", suffix=".partial", dir=parent) as scratch:
+        file = Path(scratch) / "job.json"
         write_record(file, job)
         most = most_bytes(job.memory_budget.total_bytes, job.memory_limit_bytes)
-        lines, ended = run_lines(module, [str(file), str(scratch)], MOST_SECONDS, most)
+        lines, ended = run_lines(module, [str(file), scratch], MOST_SECONDS, most)
     try:
         answer = Answer(from_json(DryRun, json.loads(lines[-1])), "", False)
     except (IndexError, ValueError, TypeError):
@@ -242,18 +239,6 @@ def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: 
     Without train.memory_limit_gb, the limit is a little above the budget: mlx keeps unused buffers up to its own limit.
     """
     return own_limit_bytes or int(CAP_SLACK * budget_bytes) or None if platform == "darwin" else None
-
-
-@contextlib.contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder, in ``parent`` if that exists; also removes temporary folders that killed plans left there."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        process = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if not (process.isdecimal() and psutil.pid_exists(int(process))):
-            shutil.rmtree(folder, ignore_errors=True)
-    prefix = f"{PREFIX}{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent if parent.is_dir() else None) as own:
-        yield Path(own)
 
 
 # The memory that a training process may use

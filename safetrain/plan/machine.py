@@ -167,18 +167,6 @@ def answer_path(model_fingerprint: str) -> Path:
     return answers_about("probes", *words).with_suffix(".json")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """A machine described in conf/machines.yaml."""
-
-    chip: str
-    backend: str
-    total_memory_gb: float
-    usable_memory_gb: float  # limit for one process: Metal's working set, or a GPU's free memory
-    source: str = ""
-    compute_dtype: str | None = None  # for a bfloat16 base, if the GPU emulates bfloat16
-
-
 def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_module: str = "") -> Machine:
     """A machine of conf/machines.yaml, or this one if ``name`` is None.
 
@@ -216,25 +204,21 @@ def machine_named(name: str) -> Machine:
 
     Raises ConfigError for an unknown machine, or one that is described incompletely.
     """
-    machines, older = described_machines(), Path(f"conf/machine/{name}.yaml")
+    machines = described_machines()
     if name not in machines:
         near = difflib.get_close_matches(name, machines, n=1)
         do = f"did you mean {near[0]}?" if near else f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
-        if older.is_file():
-            do = f"move the lines of {older} into {MACHINES}, indented below a line '{name}:'"
         expected = f"one of {', '.join(sorted(machines))}"
         raise ConfigError(f"Unknown machine {name}.", where=str(MACHINES), expected=expected, do=do)
     try:
-        profile = Profile(**machines[name])
-        usable, total = (int(float(gb) * GIB) for gb in (profile.usable_memory_gb, profile.total_memory_gb))
-    except (TypeError, ValueError) as error:
+        chip, backend, dtype = (machines[name].get(key) for key in ("chip", "backend", "compute_dtype"))
+        usable, total = (int(float(machines[name][f"{part}_memory_gb"]) * GIB) for part in ("usable", "total"))
+        budgets = {"metal": metal_budget_bytes(usable, total), "cuda": cuda_budget_bytes(usable), "cpu": usable}
+        budget = budgets[backend]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"The machine {name} cannot be read: {error}"
         raise ConfigError(what, where=str(MACHINES), expected=EXAMPLE) from None
-    if profile.backend == "metal":
-        usable = metal_budget_bytes(usable, total)
-    elif profile.backend == "cuda":
-        usable = cuda_budget_bytes(usable)
     return replace(
-        ANY_GPU, chip=profile.chip, backend=profile.backend, device=profile.chip, total_memory_bytes=total,
-        memory_budget_bytes=usable, compute_dtype=profile.compute_dtype, quantized_compute_dtype=profile.compute_dtype,
+        ANY_GPU, chip=str(chip), backend=backend, device=str(chip), total_memory_bytes=total,
+        memory_budget_bytes=budget, compute_dtype=dtype, quantized_compute_dtype=dtype,
     )  # fmt: skip

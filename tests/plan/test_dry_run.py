@@ -18,14 +18,12 @@ from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
 from safetrain.plan.child import (
     PASSED_CAP,
-    PREFIX,
     Answer,
     ChildFailed,
     dry_run_path,
     most_bytes,
     run_json,
     run_lines,
-    scratch_folder,
     try_out,
 )
 from tests.plan.test_recommend import machine
@@ -79,10 +77,6 @@ def test_the_training_is_tried_out_under_its_limits(model: ModelFiles, job: Trai
     same, other = (dry_run_path(model, there, other_rate, "rows") for there in (machine(), machine(backend="metal")))
     assert try_out(same, "", other_rate, 0.0, said.append) == found
     assert try_out(other, "", other_rate, 0.0, said.append) is None
-    (tmp_path / f"{PREFIX}x7k2" / "checkpoints").mkdir(parents=True)  # of a plan that is dead
-    with scratch_folder(tmp_path) as mine:
-        assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [mine.name]
-    assert not mine.exists()
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["data"]  # nothing else is left
     limit = int(0.85 * found.measured.peak_bytes)
     kept = ask(model, dataclasses.replace(job, mlx_limit_bytes=limit), said).measured

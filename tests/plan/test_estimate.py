@@ -55,10 +55,7 @@ def test_a_machine_of_one_s_own_joins_the_shipped_ones(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"m1-8gb[^$]*describe it there, e\.g\. mine: "):
         machine_named("mine")
-    (tmp_path / "conf" / "machine").mkdir(parents=True)
-    (tmp_path / "conf" / "machine" / "mine.yaml").touch()  # as in a project of an earlier version
-    with pytest.raises(ConfigError, match=r"move the lines of conf/machine/mine\.yaml into conf/machines\.yaml"):
-        machine_named("mine")
+    (tmp_path / "conf").mkdir()
     own = tmp_path / "conf" / "machines.yaml"
     for text, said in (
         ("mine: {chip: mine", "not valid YAML"), ("- mine", "has no machines"), ("mine: {chip: x}", "cannot be read"),
