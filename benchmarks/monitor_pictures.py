@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
 from safetrain.core.storage.files import write_text
-from safetrain.watch.monitor import view_of
-from safetrain.watch.monitor_screen import MonitorScreen
+from safetrain.watch.monitor import screen_of, view_of
 from safetrain.watch.run_folder import read_run
 
 THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
@@ -41,7 +40,7 @@ def main() -> None:
     width, height = asked.size
     console = Console(file=io.StringIO(), record=True, width=width, height=height, highlight=False,
                       force_terminal=True, color_system="standard")  # fmt: skip
-    console.print(MonitorScreen(view_of(later)), height=height)
+    console.print(screen_of(view_of(later)))
     drawn = console.export_svg(title="safetrain monitor", theme=THEMES[asked.theme], font_aspect_ratio=0.6)
     write_text(asked.picture, FONT.sub("", drawn))  # which would be fetched from the web
 

@@ -59,7 +59,7 @@ def monitor(
 
 def _print_lines(look: "Look", refresh: float, once: bool) -> None:
     """Print a line for each reading until the training has ended; the last line says so."""
-    from safetrain.watch.monitor_screen import plain_line
+    from safetrain.watch.monitor import plain_line
 
     gone = GONE_LOOKS - 1
     while True:
@@ -76,18 +76,18 @@ def _draw(look: "Look", refresh: float, once: bool, screen: "Console") -> None:
     """Draw until the user leaves, or only once if nothing is running."""
     from rich.live import Live
 
-    from safetrain.watch.monitor_screen import MonitorScreen, plain_line
+    from safetrain.watch.monitor import plain_line, screen_of
 
     view = look()
     if once or not view.state.is_running:
-        screen.print(MonitorScreen(view), height=min(max(screen.height - 1, 16), 40))
+        screen.print(screen_of(view))
         return
     try:
-        with Live(MonitorScreen(view), console=screen, screen=True, refresh_per_second=1) as live:
+        with Live(screen_of(view), console=screen, screen=True, refresh_per_second=1) as live:
             while True:
                 time.sleep(refresh)
                 view = look()
-                live.update(MonitorScreen(view), refresh=True)
+                live.update(screen_of(view), refresh=True)
     finally:
         print_text(plain_line(view).replace("  ", "\n"))
 

@@ -19,8 +19,8 @@ from safetrain.engine.pairs import PairLoss
 from safetrain.evaluate.general_text import general_text
 from safetrain.evaluate.scoring import evaluation_of
 from safetrain.stage import stage
-from safetrain.watch.evaluation import describe_evaluation, describe_sample
 from safetrain.watch.progress import EvaluationProgress
+from safetrain.watch.result import describe_evaluation, describe_sample
 
 LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and are not informative
 

@@ -13,7 +13,6 @@ from typing import Any
 from safetrain.core.events import Begun
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.schema import PAIRED
-from safetrain.core.records.settings import TrainJob
 from safetrain.core.storage.files import write_folder
 from safetrain.watch.run_folder import Run
 
@@ -91,12 +90,8 @@ def rungs_of(run: Run) -> tuple[str, ...]:
     """Describe the settings that ran out of memory, as in ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
         return run.summary.memory_rungs
-    return rungs_of_job(run.job) if run.job is not None else ()
-
-
-def rungs_of_job(job: TrainJob) -> tuple[str, ...]:
-    """Describe the settings of a job that ran out of memory."""
-    return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs)
+    rungs = run.job.rungs if run.job is not None else ()
+    return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in rungs)
 
 
 def predicted_peak(run: Run) -> int:

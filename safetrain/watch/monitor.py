@@ -1,4 +1,4 @@
-"""Finds out what a run is doing or how it ended: state, phase, time left, losses, memory."""
+"""The monitor: what a run is doing or how it ended, as a screen that rich lays out, or as a plain line."""
 
 import enum
 import math
@@ -9,25 +9,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from safetrain.core.events import Begun, Finished, JournalEntry, Started
-from safetrain.core.postmortem import PostMortem
+from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.settings import TrainJob
-from safetrain.watch.charts import points_of, rungs_of_job
-from safetrain.watch.progress import MEASURE, time_left
+from safetrain.watch.charts import points_of, rungs_of
+from safetrain.watch.progress import MEASURE, clock_text, describe_pairs, time_left, time_left_text
 from safetrain.watch.run_folder import Run, RunReader
 
 BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
-SPEEDS = {  # of the newest record
-    "step_seconds": "{step_seconds:.3g} s/step",
-    "labels_per_second": "{labels_per_second:,.0f} labels/s",
-    "learning_rate": "learning rate {learning_rate:.1e}",
-    "grad_norm": "gradient norm {grad_norm:.2f}",
-}
+PHASES = {Phase.WAIT: "waiting for room on the disk", Phase.VERIFY: "checking the adapter"}  # where the name is no word
 STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
+LOOK = "look: "  # in front of what needs attention
 
 
 class State(enum.Enum):
@@ -122,33 +123,6 @@ def running_stage(project: Path) -> str:
     return ""
 
 
-def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Losses in nats per label or pair, with the steps of the last and the best validation."""
-    train, valid = points_of(steps, "train_loss"), points_of(steps, "valid_loss")
-    best = min((point for point in valid if point[0]), key=lambda point: point[1], default=(None, None))
-    last = valid[-1] if valid else (None, None)
-    return {"train": train[-1][1] if train else None, "valid": last[1], "valid_step": last[0], "best": best[1],
-            "best_step": best[0], "base": valid[0][1] if valid and not valid[0][0] else None}  # fmt: skip
-
-
-def speed_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Speed, epoch, learning rate and gradient norm from the newest metrics record; None if unknown."""
-    if not steps:
-        return dict.fromkeys(("epoch", *SPEEDS))
-    before, last = steps[-2:][0], steps[-1]
-    count = last.step - before.step
-    numbers = {name: getattr(last, name, None) for name in ("epoch", *SPEEDS)}
-    numbers["step_seconds"] = (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def batch_parts(job: TrainJob) -> tuple[str, ...]:
-    """Describe the batch, ``batch size 2 x accumulation 8 (planned 4 x 4)``, and the settings that did not fit."""
-    shape, planned = job.settings, f"planned {job.rungs[0].failed.batch_text}" if job.rungs else "as planned"
-    now = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
-    return (now, *rungs_of_job(job)[-1:], *job.gpu_rungs[-1:])
-
-
 def state_of(run: Run, stage: str = "") -> State:
     """The state to show: a run in progress, else another stage in progress, else how the last training run ended."""
     if run.marker is not None and run.is_running:
@@ -170,3 +144,123 @@ def since_start(journal: tuple[JournalEntry, ...]) -> tuple[JournalEntry, ...]:
     """Return the entries of the newest training process."""
     starts = [number for number, entry in enumerate(journal) if isinstance(entry.event, Started)]
     return journal[starts[-1] :] if starts else journal
+
+
+def rows_of(view: MonitorView) -> list[tuple[str, str]]:
+    """Names and texts of the screen's rows, the most important first."""
+    if view.state is State.NOTHING:
+        return [("next", "nothing has been trained here yet: safetrain run")]
+    run, saved, rows = view.run, view.run.checkpoint, list[tuple[str, str]]()
+    if view.stopped_early:
+        rows.append(("early", f"stopped at step {view.step}: validation no longer improved"))
+    verdict = describe_rows(view.verdict) if view.verdict is not None else []
+    rows += [*verdict[:1], ("next", view.next_command), *verdict[1:]]
+    rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))
+    if run.flight and not verdict and view.state not in (State.FINISHED, State.STAGE):
+        rows.append(("doing" if view.state.is_running else "last", _phase_text(run)))
+    rows.append(("loss", _loss_text(run.steps)))
+    pairs = next((record for record in reversed(run.steps) if record.valid_accuracy is not None), None)
+    rows.append(("pairs", ", ".join(describe_pairs(pairs))))
+    if not verdict:
+        rows.append(("speed", _speed_text(run.steps) if view.state.is_running else ""))
+        rows += _memory_rows(view)
+        if (job := run.job) is not None:
+            shape, planned = job.settings, f"planned {job.rungs[0].failed.batch_text}" if job.rungs else "as planned"
+            batch = f"batch size {shape.batch_size} x accumulation {shape.gradient_accumulation} ({planned})"
+            lowered = [*rungs_of(run)[-1:], *job.gpu_rungs[-1:]]
+            rows.append(("batch", "; ".join([LOOK * bool(lowered) + batch, *lowered])))
+    age = duration_text(max(0.0, run.read_at_seconds - saved.saved_seconds)) if saved else ""
+    rows.append(("saved", f"step {saved.step}, {age} ago" if saved else "no checkpoint yet"))
+    rows += [("unread", f"{LOOK}{file}: {reason}") for file, reason in run.unreadable]
+    return [(name, printable(text)) for name, text in rows if text]
+
+
+def _phase_text(run: Run) -> str:
+    last = run.flight[-1]
+    text = PHASES.get(last.phase, last.phase_label) + (f" of step {last.work.step}" if last.work.step else "")
+    if run.is_running and run.worker_lives:
+        text += f" for {duration_text(max(0.0, run.read_at_monotonic_seconds - last.monotonic_seconds))}"
+    rows, tokens = last.work.rows, last.work.tokens
+    return text + (f", {counted(rows, 'row')}, {counted(tokens, 'token')}" if rows else "")
+
+
+def _loss_text(steps: Sequence[StepRecord]) -> str:
+    """The last training and validation loss, the best validation, and the base model's loss."""
+    train, valid = points_of(steps, "train_loss"), points_of(steps, "valid_loss")
+    parts = [f"train {loss:.4f}" for _, loss in train[-1:]] + [f"valid {loss:.4f}" for _, loss in valid[-1:]]
+    best = sorted((loss, step) for step, loss in valid if step)[:1]
+    parts += [f"best {loss:.4f} (step {step:.0f})" for loss, step in best]
+    return ", ".join(parts + [f"base {loss:.4f}" for step, loss in valid[:1] if not step])
+
+
+def _speed_text(steps: Sequence[StepRecord]) -> str:
+    """Speed, learning rate and gradient norm of the newest record."""
+    if not steps:
+        return ""
+    before, last = steps[-2:][0], steps[-1]
+    count = last.step - before.step
+    numbers = {
+        "{:.3g} s/step": (last.elapsed_seconds - before.elapsed_seconds) / count if count > 0 else None,
+        "{:,.0f} labels/s": last.labels_per_second,
+        "learning rate {:.1e}": last.learning_rate,
+        "gradient norm {:.2f}": last.grad_norm,
+    }
+    known = ((form, number) for form, number in numbers.items() if number is not None and math.isfinite(number))
+    return ", ".join(form.format(number) for form, number in known)
+
+
+def _memory_rows(view: MonitorView) -> list[tuple[str, str]]:
+    run, job, marker = view.run, view.run.job, view.run.marker
+    used = run.worker_footprint_bytes or max((record.footprint_bytes for record in run.flight[-1:]), default=0)
+    limit = marker.limit_bytes if marker is not None else 0
+    process = LOOK if used > 0.9 * limit > 0 else ""
+    process += f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else ""
+    process += size_text(used)
+    process += f" of {size_text(limit)} ({marker.limit_name})" if marker is not None and limit else ""
+    process += f"; machine: {size_text(view.available_bytes)} free" if view.available_bytes else ""
+    peaks = [record.peak_bytes for record in run.flight]
+    peak = max([*peaks, *(record.peak_memory_bytes for record in run.steps[-1:])], default=0)
+    predicted = max((record.predicted_peak_bytes for record in run.flight), default=0)
+    budget = job.memory_budget.mlx_bytes if job is not None else 0
+    sign = LOOK if peak > 1.05 * predicted > 0 or peak > 0.9 * budget > 0 else ""
+    mlx = f"{sign}peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
+    return [("process", process if used else ""), ("mlx", mlx if peak else "")]
+
+
+def place_lines(view: MonitorView) -> list[str]:
+    """Return ``step 120 of 312, 38 %, epoch 1.15`` and ``about 3 min left, until 14:32``, as far as known."""
+    total = view.run.begun.total_steps if view.run.begun is not None else 0
+    parts = [f"step {view.step}"] if view.step else []
+    parts = [f"step {view.step} of {total}", f"{100 * view.step / total:.0f} %"] if total else parts
+    parts += [f"epoch {record.epoch:.2f}" for record in view.run.steps[-1:]]
+    left = time_left_text(view.left_seconds, view.run.read_at_seconds) if view.left_seconds is not None else ""
+    return [text for text in (", ".join(parts), left) if text]
+
+
+def plain_line(view: MonitorView) -> str:
+    """Return the view as one line, with the most important values first."""
+    start = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
+    parts = [start, *place_lines(view), *(f"{name}: {text}" for name, text in rows_of(view))]
+    return "  ".join(" ".join(part.split()) for part in parts)
+
+
+def screen_of(view: MonitorView) -> Group:
+    """Lay the view out for a terminal, the most important rows first."""
+    run, job = view.run, view.run.job
+    names = [job.base if job is not None else "", run.header.device if run.header is not None else ""]
+    names += [f"{job.ranks} ranks"] if job is not None and job.ranks > 1 else []
+    is_bad = view.state in (State.DIED, State.GONE)
+    state = Text(f" {view.state.value.upper()} ", style="bold reverse" if is_bad else "reverse")
+    now = clock_text(run.read_at_seconds, run.read_at_seconds)
+    words = f"  {now}  {printable('  '.join(filter(None, names)))}"
+    head = Text.assemble(state, words, no_wrap=True, overflow="ellipsis")
+    lines: list[RenderableType] = [head, *map(Text, place_lines(view))]
+    if run.begun is not None:
+        bar = ProgressBar(run.begun.total_steps, view.step, style="dim", complete_style="bold")
+        lines.append(Padding(bar, 0))  # ends the line
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows_of(view):
+        table.add_row(name, Text(text, style="bold" if text.startswith(LOOK) else ""))
+    return Group(*lines, table)

@@ -22,20 +22,14 @@ from safetrain.core.records.schema import SET
 from safetrain.core.records.settings import EXACT, MEMORY_ONLY, TrainSettings
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
-from safetrain.watch.evaluation import describe_forgetting, describe_loss, describe_preference
 from safetrain.watch.monitor import State, state_of
 from safetrain.watch.progress import coverage_of
+from safetrain.watch.result import describe_forgetting, describe_loss, describe_preference
 from safetrain.watch.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
 MOST_LETTERS, MOST_LINES = 600, 40
-STATUSES = {  # where the words differ from the monitor's
-    State.NOTHING: "not trained yet",
-    State.LEFT: "unfinished",
-    State.DIED: "ended badly",
-    State.GONE: "ended without a verdict: run safetrain diagnose",
-}
 Row = tuple[str, ...]
 
 
@@ -62,7 +56,7 @@ def render(template: str, **values: Any) -> str:
     }
     functions = (
         configuration_of, coverage_of, death_of, describe_forgetting, describe_preference, describe_proof,
-        describe_rows, environment_of, history_of, memory_sizes, rows_text, status_of, verdict_of,
+        describe_rows, history_of, memory_sizes, rows_text, status_of, verdict_of,
         written_again,
     )  # fmt: skip
     pages.globals |= {"EXACT": EXACT, **{function.__name__: function for function in functions}}
@@ -74,17 +68,11 @@ def cut(text: str, most: int = MOST_LETTERS) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more)"
 
 
-def base_of(run: Run) -> str:
-    """Path of the base model; empty if nothing has been planned."""
-    if run.summary is not None:
-        return run.summary.base_model
-    return run.plan.base if run.plan is not None else ""
-
-
 def title_of(run: Run) -> str:
     """Base model and data, by the last part of their paths."""
-    names = [PurePath(path).name for path in (base_of(run), run.data.source if run.data is not None else "") if path]
-    return " on ".join(names) or "A run of safetrain"
+    bases = [run.summary.base_model] if run.summary is not None else [run.plan.base] if run.plan is not None else []
+    sources = [run.data.source] if run.data is not None else []
+    return " on ".join(PurePath(path).name for path in bases + sources) or "A run of safetrain"
 
 
 def status_of(run: Run) -> tuple[str, str]:
@@ -94,7 +82,7 @@ def status_of(run: Run) -> tuple[str, str]:
         return ("finished" if not rungs else f"finished, settings lowered {counted(rungs, 'time')}", GOOD)
     state = state_of(run)
     saved = ", saved" if state is State.STOPPED and run.postmortem and run.postmortem.resumes_from_step else ""
-    text = "running" if state.is_running else STATUSES.get(state, state.value + saved)
+    text = "gone: run safetrain diagnose" if state is State.GONE else state.value + saved
     return text, BAD if state in (State.DIED, State.GONE) else OPEN
 
 
@@ -180,22 +168,6 @@ def configuration_of(run: Run) -> list[Row]:
                 decided = "lowered for memory" if key in ladder_keys else "pinned"
         rows.append((key, value_text(value), decided, reason))
     return sorted(rows, key=lambda row: {"recommended": 1, "params.yaml": 2}.get(row[2], 0))
-
-
-def environment_of(run: Run) -> list[tuple[str, str]]:
-    """Facts about the machine and the libraries that compute, by name; empty if nothing is known."""
-    machine = run.machine
-    if machine is None:
-        return []
-    rows = [
-        ("machine", f"{machine.chip}, {machine.physical_cores} cores, {size_text(machine.total_memory_bytes)}"),
-        ("system", f"{machine.system} {machine.architecture}, Python {machine.python}"),
-        ("backend", " ".join(part for part in (machine.backend, machine.device) if part)),
-        ("mlx", f"{machine.mlx}; mlx-lm {machine.mlx_lm}"),
-        ("BLAS", run.summary.blas if run.summary is not None else ""),
-        ("matrix product, float32", f"{machine.gemm_gflops:g} GFLOP/s" if machine.gemm_gflops else ""),
-    ]
-    return [row for row in rows if row[1]]
 
 
 def value_text(value: Any) -> str:

@@ -5,14 +5,14 @@ The training process is not involved.
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, install_extra
-from safetrain.core.records.metrics import StepRecord, TrainingMetrics
+from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.core.storage import paths
 from safetrain.watch.run_folder import Run
 
@@ -30,17 +30,35 @@ def export(run: Run, project: str = "", name: str = "") -> str:
         raise ConfigError("wandb is not installed.", do=install_extra("wandb"))
     if not any(record.step for record in run.steps):
         raise ConfigError("No step is recorded yet.", where=str(paths.METRICS_CSV), do="train first: safetrain run")
-    results, base = _results(run), run.summary.base_model if run.summary else run.job.base if run.job else ""
+    import wandb
+
+    base = run.summary.base_model if run.summary else run.job.base if run.job else ""
     settings = {**(asdict(run.settings) if run.settings else {}), "base_model": Path(base).name}
     settings.pop("from_adapter", None)  # a path on this machine
     began = run.journal[0].wall_seconds if run.journal else run.read_at_seconds - run.steps[-1].elapsed_seconds
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    where = _send(project, name, settings, run.steps, began, results)
-    also = f" and {counted(len(results), 'result')}" if results else ""
-    return f"{counted(len(run.steps), 'step')}{also} sent to W&B: {where}"
+    results, folder = _results(run), FOLDER.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    private = wandb.Settings(  # no names of hosts, users or packages, no code
+        silent=True, console="off", x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
+        x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
+    )  # fmt: skip
+    project = project or os.environ.get("WANDB_PROJECT") or PROJECT
+    try:
+        sent = wandb.init(project=project, name=name or None, config=settings, dir=str(folder), settings=private)
+        for record in run.steps:
+            sent.log({**_known(asdict(record)), "_timestamp": began + record.elapsed_seconds}, step=record.step)
+        sent.summary.update(results)
+        where = f"{sent.settings.sync_dir}; to the server: wandb sync {sent.settings.sync_dir}"
+        where = where if sent.offline else sent.url
+        sent.finish()
+        wandb.teardown()  # finish does not wait until everything is written
+    except wandb.errors.Error as error:
+        do = "run 'wandb login'; without an account, set WANDB_MODE=offline"
+        raise ConfigError(f"W&B refused the run: {error}", do=do) from error
+    return f"{counted(len(run.steps), 'step')} and {counted(len(results), 'result')} sent to W&B: {where}"
 
 
-def _results(run: Run) -> dict[str, float]:
+def _results(run: Run) -> dict[str, Any]:
     """Final losses of a finished run, and the scores of the base and tuned models once they are measured."""
     values: dict[str, Any] = {}
     if run.summary is not None:
@@ -53,36 +71,3 @@ def _results(run: Run) -> dict[str, float]:
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _send(
-    project: str,
-    name: str,
-    settings: Mapping[str, Any],
-    steps: Sequence[StepRecord],
-    began_seconds: float,
-    results: Mapping[str, float],
-) -> str:
-    """Send the records under the names of training_metrics.csv; ``began_seconds``: wall clock."""
-    import wandb
-
-    private = wandb.Settings(  # no names of hosts, users or packages, no code
-        silent=True, console="off", x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
-        x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
-    )  # fmt: skip
-    project = project or os.environ.get("WANDB_PROJECT") or PROJECT
-    try:
-        run = wandb.init(
-            project=project, name=name or None, config=dict(settings), dir=str(FOLDER.resolve()), settings=private
-        )
-        for record in steps:
-            run.log({**_known(asdict(record)), "_timestamp": began_seconds + record.elapsed_seconds}, step=record.step)
-        run.summary.update(dict(results))
-        folder = run.settings.sync_dir
-        where = f"{folder}; to the server: wandb sync {folder}" if run.offline else run.url
-        run.finish()
-        wandb.teardown()  # finish does not wait until everything is written
-    except wandb.errors.Error as error:
-        do = "run 'wandb login'; without an account, set WANDB_MODE=offline"
-        raise ConfigError(f"W&B refused the run: {error}", do=do) from error
-    return str(where)

@@ -15,7 +15,7 @@ from safetrain.core.records.schema import Gate
 from safetrain.evaluate.general_text import GeneralText
 from safetrain.evaluate.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
 from safetrain.export.comparison import kept_share, refusal
-from safetrain.watch.evaluation import describe_evaluation, judge
+from safetrain.watch.result import describe_evaluation, judge
 from tests.stores import MADE, write_store
 
 ROWS = 30

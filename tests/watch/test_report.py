@@ -21,9 +21,8 @@ from safetrain.core.records.reports import Finding
 from safetrain.core.records.settings import Rung, TrainJob
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.watch.evaluation import describe_evaluation
 from safetrain.watch.report import write_report
-from safetrain.watch.result import describe_result, unmeasured
+from safetrain.watch.result import describe_evaluation, describe_result, unmeasured
 from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
 from tests.support.settings import SETTINGS
@@ -135,7 +134,7 @@ def test_of_a_death_that_the_run_survived_one_line_is_told_and_none_of_an_earlie
             (1.8e9, "Died", {"title": "killed", "step": 17}), (1.81e9, "Begun", {"resumed_from_step": 16}))  # fmt: skip
     write_record(output / "flight/run.json", RunMarker("another boot", "dvc repro", 2e9))
     text = told(tmp_path)
-    assert "ended without a verdict: run safetrain diagnose" in text
+    assert "gone: run safetrain diagnose" in text
     assert ("ended at step 17: killed" in text, "Next:" in text, "continued with less" in text) == (True, False, False)
     assert "lack of memory" not in text
     write_record(make_run(tmp_path / "next") / "postmortem.json", DEATH)
