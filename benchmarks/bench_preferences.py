@@ -25,7 +25,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.data.validate import validate
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.engine.pairs import PairLoss
+from safetrain.engine.loss import PairLoss
 from tests.support.random_models import TINY, build_model
 from tests.support.settings import SETTINGS
 

@@ -15,9 +15,6 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.cpu.blas import load_fast_blas
-from safetrain.engine.pairs import PairLoss
-from safetrain.evaluate.general_text import general_text
-from safetrain.evaluate.scoring import evaluation_of
 from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress
 from safetrain.watch.result import describe_evaluation, describe_sample
@@ -28,6 +25,11 @@ LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and a
 @stage
 def main(config: Pipeline) -> None:
     """Measure losses and answers of both models on as much as the plan, or evaluate.max_examples, says."""
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.loss import PairLoss
+    from safetrain.evaluate.examination import Examination
+    from safetrain.evaluate.scoring import evaluation_of, general_text
+
     settings, base = config.evaluate, Path(config.model.path)
     run = read_result(paths.SUMMARY, TrainingSummary)
     plan, store = read_result(paths.RECOMMENDED_CONFIG, Recommendation), open_split("test", base)
@@ -36,9 +38,6 @@ def main(config: Pipeline) -> None:
     general = general_text(tokenizer, files.vocab_size, files.max_positions, plan.general_tokens)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
-    load_fast_blas()  # before anything imports mlx
-    from safetrain.evaluate.examination import Examination
-
     questions = settings.max_examples or max(LEAST_QUESTIONS, plan.answer_tokens // settings.max_new_tokens)
     examination = Examination(held_out, general, run, settings.max_new_tokens, questions, EvaluationProgress())
     with ending_at_once():

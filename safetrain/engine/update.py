@@ -22,9 +22,8 @@ from safetrain.engine.batches import MicroBatch, Pairs, Shard, Update
 from safetrain.engine.block_loop import BlockLoop
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.layers import checkpoint, key_of
-from safetrain.engine.loss import ShardLoss
+from safetrain.engine.loss import PairLoss, ShardLoss
 from safetrain.engine.model import BaseModel, Blocks, open_base
-from safetrain.engine.pairs import PairLoss
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream.loading import training_refusal
 

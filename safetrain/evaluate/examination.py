@@ -21,8 +21,7 @@ from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import answer, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.weight_files import apply_adapter
-from safetrain.evaluate.general_text import GeneralText
-from safetrain.evaluate.scoring import ModelMeasures
+from safetrain.evaluate.scoring import GeneralText, ModelMeasures
 
 CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next

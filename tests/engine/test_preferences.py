@@ -17,7 +17,7 @@ from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout, fill, update_at, update_of_rows
 from safetrain.engine.job import Job
-from safetrain.engine.pairs import PairLoss
+from safetrain.engine.loss import PairLoss
 from safetrain.engine.run import REFERENCE_FILE
 from safetrain.engine.update import prepare
 from safetrain.engine.weight_files import adapter_arrays

@@ -12,8 +12,7 @@ from safetrain.core.data.token_rows import Question, TokenRows, token_row
 from safetrain.core.data.training_rows import HeldOut, held_out_in
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, Score
 from safetrain.core.records.schema import Gate
-from safetrain.evaluate.general_text import GeneralText
-from safetrain.evaluate.scoring import ModelMeasures, evaluation_of, improvement, t95, wilson_interval
+from safetrain.evaluate.scoring import GeneralText, ModelMeasures, evaluation_of, improvement, t95, wilson_interval
 from safetrain.export.comparison import kept_share, refusal
 from safetrain.watch.result import describe_evaluation, judge
 from tests.stores import MADE, write_store

@@ -9,7 +9,7 @@ used if they change the model's results. A refusal is not an error.
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ Answer = TypeVar("Answer")
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest rounding difference, relative to the largest number
-FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 PROBE_BLOCKS = (Block(0, 8, 1, 8), Block(8, 11, 1, 3))
@@ -339,34 +338,14 @@ def split(module: Any) -> SplitModel:
         raise Refusal("its trunk and head have other names than in most models")
     ids = mx.array(PROBE_ROWS[:1])
 
-    def finish_of() -> tuple[Head | None, int]:
-        with _few_words(module, (embedding, layer)):
-            parts, logits = asked(lambda: project(trunk(ids))), asked(module, ids)
-            fitting = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), logits))
-            return next(fitting, None), logits.shape[-1]
-
-    finish, width = through_few_blocks(module, finish_of)
-    if finish is None:
+    def split_of() -> SplitModel:
+        parts, logits = asked(lambda: project(trunk(ids))), asked(module, ids)
+        for finish in _finishes(module):
+            if mx.array_equal(finish(parts), logits):
+                return SplitModel(trunk, layer, project, finish, logits.shape[-1])
         raise Refusal("its head alone does not give its logits")
-    return SplitModel(trunk, layer, project, finish, max(width, layer.weight.shape[0] if "weight" in layer else 0))
 
-
-@contextmanager
-def _few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
-    """Inside this context, reduce embedding and head to FEW_WORDS rows: a whole vocabulary takes much memory.
-
-    They keep all rows if their number is not the vocabulary size in the model's arguments.
-    """
-    words = getattr(getattr(module, "args", None), "vocab_size", 0)
-    weights = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
-    if all("weight" in arrays and arrays["weight"].shape[0] == words for _, arrays in weights):
-        for part, arrays in weights:
-            part.update({name: array[:FEW_WORDS] for name, array in arrays.items()})
-    try:
-        yield
-    finally:
-        for part, arrays in weights:
-            part.update(arrays)
+    return through_few_blocks(module, split_of)
 
 
 def _finishes(module: Any) -> tuple[Head, ...]:

@@ -41,8 +41,7 @@ from safetrain.core.storage.files import json_object, write_folder, write_json
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import PER_USE, dequantizing_twice
 from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
-from safetrain.engine.upstream.family import build, unread_setting
-from safetrain.engine.upstream.rotary import PARAMETERS, TEXT, text_part, with_older_keys
+from safetrain.engine.upstream.family import PARAMETERS, TEXT, build, text_part, unread_setting, with_older_keys
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 OWN_WEIGHTS = "use the config.json that belongs to the weights, or fetch the model again: safetrain fetch HUB_ID"

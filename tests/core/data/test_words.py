@@ -14,7 +14,7 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.core.text.words import words_of
 from safetrain.data.compare import digests
-from safetrain.evaluate.general_text import FILE, MOST_TOKENS, general_text
+from safetrain.evaluate.scoring import FILE, MOST_TOKENS, general_text
 from safetrain.watch.chat import AnswerText, Prompts
 from tests.conftest import EMBEDDED
 
