@@ -9,7 +9,6 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.schema import CHOICES, OF_START, PAIRED, PRETRAIN, RANGE, WHOLE, Pipeline
 
-NO_RECOMMENDED_RATE = ("muon", "sgd")
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, e.g. {prompt: frage, completion: antwort}, or null"
@@ -42,9 +41,7 @@ def check_ranges(config: Pipeline) -> None:
             problems.append(f"train.batch_size x gradient_accumulation is odd; with {method}, two rows are a pair")
     if train.optimizer == "adam" and train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has no weight decay: use adamw")
-    like_adam = train.method == PRETRAIN and train.optimizer == "muon"  # its steps are as large as Adam's
-    if train.optimizer in NO_RECOMMENDED_RATE and train.learning_rate is None and not like_adam:
-        problems.append(f"train.optimizer = {train.optimizer} has no recommended rate: set train.learning_rate")
+    problems += [train.lacks_rate] if train.lacks_rate else []
     _refuse(problems)
 
 

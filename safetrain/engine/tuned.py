@@ -21,7 +21,7 @@ from safetrain.core.records.evaluation import (
     Likeness,
 )
 from safetrain.core.records.metrics import Proof, proved_tokens
-from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.schema import HIGHER_RATE, PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard, in_order, layout_for
@@ -39,7 +39,7 @@ NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in flo
 ROUNDING_16_BIT = 5e-3  # the same between two ways to compute one model in 16 bits
 OF_LOSS = 10  # times the limit of a divergence: rounding moves a loss by its size, a divergence by its square
 NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
-DISCARD = "discard this training run with 'safetrain discard', and train with a higher train.learning_rate"
+DISCARD = f"discard this training run with 'safetrain discard', and train with {HIGHER_RATE}"
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of labels' hidden states, and of the rows compared
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU

@@ -12,15 +12,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_600,
-    "program tokens": 189_000,
-    "program files": 118,
+    "program lines": 24_200,
+    "program tokens": 185_200,
+    "program files": 119,
     "files under 60 lines": 7,
-    "dataclasses": 139,
-    "helper modules with one importer": 12,
-    "keys of params.yaml": 56,
-    "test lines": 17_500,
-    "benchmark, tool and recipe lines": 6_430,
+    "dataclasses": 133,
+    "helper modules with one importer": 11,
+    "keys of params.yaml": 57,
+    "test lines": 17_800,
+    "benchmark, tool and recipe lines": 6_600,
     "docs words": 23_600,
 }
 SMALL_LINES = 60

@@ -6,7 +6,7 @@ These are plain dataclasses, because Hydra merges into them; stages pass the sec
 from dataclasses import dataclass, field
 from typing import Any
 
-LOWER_RATE = "a lower train.learning_rate"  # in remedies
+LOWER_RATE, HIGHER_RATE = "a lower train.learning_rate", "a higher train.learning_rate"  # in remedies
 SET = "set by you"  # in the reason for a value
 PRETRAIN = "pretrain"  # train.method
 WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
@@ -89,6 +89,14 @@ class Train:
     hang_minutes: float = number(above=0, at_most=10_000)
     trace: str = choice("none", "phases")
     ranks: int = number(at_least=1, at_most=1024)
+
+    @property
+    def lacks_rate(self) -> str:
+        """Why the learning rate must be set; empty if one is set or recommended."""
+        like_adam = self.method == PRETRAIN and self.optimizer == "muon"  # its steps are as large as Adam's
+        if self.learning_rate is not None or self.optimizer not in ("muon", "sgd") or like_adam:
+            return ""
+        return f"train.optimizer = {self.optimizer} has no recommended rate: set train.learning_rate"
 
 
 @dataclass(kw_only=True)
