@@ -105,7 +105,7 @@ def _with_values(words: list[str]) -> str:
     from safetrain.stage import composed
 
     text = read_params()
-    before, after = (OmegaConf.to_container(composed(each)) for each in ([], words))
+    before, after = (OmegaConf.to_container(composed(each), resolve=True) for each in ([], words))
     for section, values in after.items():  # type: ignore[union-attr]
         for key, value in values.items():
             if value != before[section][key]:  # type: ignore[index]

@@ -225,4 +225,4 @@ def test_missing_data_is_said_with_a_remedy_and_dvc_s_own_errors_are_quoted(work
     pipeline.write_text(text.replace("    cmd: python -m stages.plot\n", ""))
     broken = workspace.run("safetrain", "run", "train.seed=3")
     pipeline.write_text(text)
-    assert (broken.returncode, "DVC stopped: 'dvc.yaml'" in broken.stderr) == (1, True)
+    assert (broken.returncode, re.search("DVC stopped: .*dvc.yaml", broken.stderr) is not None) == (1, True)
