@@ -147,7 +147,7 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
 
 def values_of(settings: TrainSettings) -> dict[str, Any]:
     """Every training setting by its key in params.yaml."""
-    names = [field.name for field in fields(TrainSettings) if field.name != "lora"]
+    names = [field.name for field in fields(TrainSettings) if field.name not in ("lora", "threads")]
     values = {f"train.{name}": getattr(settings, name) for name in names}
     return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
 
