@@ -37,7 +37,7 @@ PROGRAM = Path(".safetrain/program.json")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
 EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-COPIED = (".dvc/config", ".dvc/plots/curve.json")
+COPIED = (".dvc/config", ".dvc/.gitignore", ".dvc/plots/curve.json")
 OVERLAY = """# @package _global_
 # Several values at once, for this run only: safetrain run experiment=mine
 train:
