@@ -157,6 +157,7 @@ def end(*_):
     time.sleep(2.5)
     fail({STOPPED!r})
 signal.signal(signal.SIGTERM, end)
+time.sleep(0.5)  # the supervisor reads twenty times a second who rank 0 is
 os.kill({os.getpid()}, signal.SIGTERM)
 time.sleep(60)
 """

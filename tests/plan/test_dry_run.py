@@ -82,7 +82,7 @@ def test_the_training_is_tried_out_under_its_limits(model: ModelFiles, job: Trai
     kept = ask(model, dataclasses.replace(job, mlx_limit_bytes=limit), said).measured
     assert kept is not None
     assert kept.peak_bytes < min(1.15 * limit, found.measured.peak_bytes)  # where mlx would run ahead of it, it waits
-    starved = dataclasses.replace(job, memory_limit_bytes=300 * 2**20)
+    starved = dataclasses.replace(job, memory_limit_bytes=found.measured.footprint_bytes // 2)
     died = ask(model, starved, said)
     assert (died.measured, died.ran_out_of_memory) == (None, True)
 

@@ -111,7 +111,7 @@ def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None
     report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5)
     assert report.warnings == 1
     text = render(report)
-    for said in ("1 passed, 1 failed, 1 warning, 0 skipped", "do: free some space", "no patchelf",
+    for said in ("1 passed, 1 failed (1 critical), 1 warning, 0 skipped", "do: free some space", "no patchelf",
                  "needed: 1,073,741,824.00 GiB for checkpoints"):  # fmt: skip
         assert said in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize

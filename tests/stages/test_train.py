@@ -77,5 +77,5 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
 
 def test_a_plan_of_an_older_version_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "recommended_config.json").write_text('{"batch_size": 4}')
-    with pytest.raises(ConfigError, match=r"another version of safetrain wrote it, without settings(.|\n)*'dvc repro'"):
+    with pytest.raises(ConfigError, match=r"another version of safetrain: it has no settings(.|\n)*'safetrain run'"):
         read_result(tmp_path / "recommended_config.json", Recommendation)

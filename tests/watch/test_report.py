@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.system import MemoryBudget
+from safetrain.core.params_file import with_value
 from safetrain.core.recorder import RunMarker
 from safetrain.core.records.evaluation import Improvement
 from safetrain.core.records.reports import Finding
@@ -238,12 +239,12 @@ def test_a_question_that_a_shell_would_change_is_not_offered(tmp_path: Path, que
 
 @pytest.mark.parametrize(("least_gain", "code"), [(0.4, 0), (2.0, 1), (1.4, 2)])
 def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: float, code: int) -> None:
-    Path("params.yaml").write_text("gate: {least_gian: 0.4, least_exact_match: null, most_forgotten: 0.2}\n")
-    with pytest.raises(ConfigError, match="unknown one: least_gain, least_gian"):  # a typo is no verdict
+    text = (ROOT / "params.yaml").read_text()
+    Path("conf").mkdir()
+    Path("params.yaml").write_text(text.replace("least_gain:", "least_gian:"))
+    with pytest.raises(ConfigError, match=r"gate\.least_gian: did you mean gate\.least_gain"):  # a typo is no verdict
         CliRunner().invoke(app, ["result", "--gate"], catch_exceptions=False)
-    Path("params.yaml").write_text(
-        f"gate: {{least_gain: {least_gain}, least_exact_match: null, most_forgotten: 0.2}}\n"
-    )
+    Path("params.yaml").write_text(with_value(text, "gate.least_gain", least_gain))
     assert CliRunner().invoke(app, ["result", "--gate"]).exit_code == code
     assert unmeasured(read_run()) == ""
     (paths.ADAPTERS / "adapters.safetensors").write_bytes(b"other weights")
