@@ -66,6 +66,7 @@ def reproduce() -> None:
     with handling(dict.fromkeys(numbers, _end_stage)), _dvc() as repo:
         _drop_broken_lock(repo)
         repo.reproduce()
+    settle()  # what DVC has checked out from its run cache is the last result now
 
 
 def _drop_broken_lock(repo: "Repo") -> None:

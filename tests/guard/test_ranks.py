@@ -202,6 +202,7 @@ if rank == 1:
     os.kill(os.getppid(), signal.SIGTERM)
 while not heard:
     time.sleep(0.05)
+time.sleep(0.5)  # the supervisor says what it does now
 """
     seen: list[Event] = []
     ending = run(output, both, both, seen=seen)
