@@ -111,13 +111,23 @@ def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
         read_model_files(folder)
 
 
-@pytest.mark.parametrize("name", ["adapters.safetensors", "model-Q4_K_M.gguf", "pytorch_model.bin"])
-def test_a_folder_without_a_model_says_what_is_in_it(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).touch()
-    for path in (tmp_path, tmp_path / name):
-        for read in (read_model_files, read_model_plan):
-            with pytest.raises(ModelError, match=rf"{name}(.|\n)*model\*\.safetensors"):
-                read(path)
+@pytest.mark.parametrize(("files", "words"), [
+    (("adapter_model.safetensors", "adapter_config.json"), "This is a PEFT adapter(.|\n)*merge_and_unload"),
+    (("adapters.safetensors", "adapter_config.json"), "This is an adapter(.|\n)*safetrain fuse"),
+    (("model-Q4_K_M.gguf",), "This is a GGUF file, not a model(.|\n)*model-Q4_K_M.gguf"),
+    (("config.json", "tokenizer.json", "pytorch_model-00001-of-00002.bin"), "This is a file of PyTorch"),
+    (("config.json", "consolidated.00.pth"), "a file of PyTorch(.|\n)*a copy with model"),
+    (("config.json", "tokenizer.json", "onnx.txt", "model.onnx"), "This is an ONNX file"),
+])  # fmt: skip
+def test_a_folder_without_a_model_is_called_what_it_is(files: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    for read in (read_model_files, read_model_plan):
+        with pytest.raises(ModelError, match=words):
+            read(tmp_path)
+    if len(files) == 1:
+        with pytest.raises(ModelError, match=words):
+            read_model_plan(tmp_path / files[0])
 
 
 def test_a_tokenizer_of_two_files_is_enough(tiny_model: Build) -> None:

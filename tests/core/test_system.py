@@ -30,12 +30,20 @@ from tests.conftest import ROOT
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, plan
 
 GIB = 2**30
+NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit
 
 
 def group_v2(folder: Path, limit: str, kills: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 12\noom 7\noom_kill {kills}\noom_group_kill 9\n")
+    return folder
+
+
+def group_v1(folder: Path, limit: int, kills: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
     return folder
 
 
@@ -62,8 +70,24 @@ def test_version_2_takes_the_smallest_limit_on_the_way_up(tmp_path: Path) -> Non
     assert memory_limit_bytes(groups) is memory_limit_bytes([]) is None
 
 
+def test_version_1_takes_the_memory_controller_among_others(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    inner = group_v1(root / "memory" / "docker" / "abc", 2 * GIB, kills=1)
+    top = group_v1(root / "memory", NO_LIMIT_V1)
+    group_v1(root / "cpu" / "docker" / "abc", GIB)
+    (root / "unified").mkdir()  # of version 2, without memory
+    lines = ("12:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc", "1:name=systemd:/docker/abc", "0::/docker/abc")
+    groups = memory_groups(root, mine(tmp_path, *lines))
+    assert groups == [inner, top]
+    assert (memory_limit_bytes(groups), oom_kills(groups)) == (2 * GIB, 1)
+    group_v1(inner, NO_LIMIT_V1)
+    assert memory_limit_bytes(groups) is None
+
+
 def test_in_a_container_the_name_outside_of_it_leads_to_the_top(tmp_path: Path) -> None:
     """Docker's /proc/self/cgroup may name a folder that is not mounted there."""
+    top = group_v1(tmp_path / "cg" / "memory", 2 * GIB)
+    assert memory_groups(tmp_path / "cg", mine(tmp_path, "4:memory:/docker/0123/x")) == [top]
     top = group_v2(tmp_path / "cg2", str(GIB))
     groups = memory_groups(tmp_path / "cg2", mine(tmp_path, "0::/docker/0123/x"))
     assert groups == [top]

@@ -22,6 +22,9 @@ LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no 
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, unless measured (measured, Linux CPU: 140 MiB)
 DATA_BESIDE_BYTES = GIB // 10  # private memory outside mlx and PROCESS_BYTES (measured on Linux CPU: 0.3 GiB in sum)
 ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 2**60
+LIMIT, USED = ("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes")  # cgroup v2, v1
+KILLS = ("memory.events", "memory.oom_control")
 PRESSURE_LEVEL = "kern.memorystatus_vm_pressure_level"  # XNU kern_memorystatus_notify.c, readable by all users
 FREE_PERCENT = "kern.memorystatus_level"  # free memory in percent, as `memory_pressure -Q` prints it
 WARNING, CRITICAL = 2, 4  # pressure levels; 1 is normal, 0 is unknown
@@ -94,16 +97,21 @@ def own_limit_bytes(memory_limit_gb: float | None) -> int | None:
 
 
 def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> list[Path]:
-    """Folders of this process's memory cgroups (version 2), innermost first; empty without cgroups."""
-    names = [line.removeprefix("0::/") for line in _text(mine).splitlines() if line.startswith("0::/")]
-    folders = [each for name in names for each in (root / name, *(root / name).parents)]
-    return [each for each in folders if each.is_relative_to(root) and (each / "memory.max").is_file()]
+    """Folders of this process's memory cgroups (version 2 or 1), innermost first; empty without cgroups."""
+    groups: list[Path] = []
+    for line in _text(mine).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            base = root / "memory" if controllers else root
+            folders = [base / name.lstrip("/"), *(base / name.lstrip("/")).parents]
+            groups += [each for each in folders if each.is_relative_to(base) and _first(each, LIMIT)]
+    return groups
 
 
 def memory_limit_bytes(groups: list[Path]) -> int | None:
     """The smallest limit of these groups; None without a limit."""
-    texts = [_text(group / "memory.max") for group in groups]
-    return min((int(text) for text in texts if text.isdigit()), default=None)  # else max
+    texts = [_first(group, LIMIT) for group in groups]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < UNLIMITED), default=None)
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
@@ -113,10 +121,11 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
     """
     rooms = []
     for group in groups:
-        limit, used = memory_limit_bytes([group]), _text(group / "memory.current")
+        limit, used = memory_limit_bytes([group]), _first(group, USED)
         if limit is not None and used.isdigit():
             stat = _fields(_text(group / "memory.stat"))
-            cache = sum(int(stat.get(name, "0")) for name in ("inactive_file", "active_file"))
+            prefix = "total_" if "total_active_file" in stat else ""  # in version 1, only these count inner groups
+            cache = sum(int(stat.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
             rooms.append(max(0, limit - int(used) + cache))
     return min(rooms, default=None)
 
@@ -126,11 +135,16 @@ def oom_kills(groups: list[Path]) -> int:
 
     Outer groups would count the same kills again, and the kills of other groups.
     """
-    return int(_fields(_text(groups[0] / "memory.events")).get("oom_kill", "0")) if groups else 0
+    return int(_fields(_first(groups[0], KILLS)).get("oom_kill", "0")) if groups else 0
 
 
 def _fields(text: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+
+
+def _first(group: Path, names: tuple[str, ...]) -> str:
+    """The text of a group's file; ``names``: what cgroup versions 2 and 1 call it."""
+    return next((text for name in names if (text := _text(group / name))), "")
 
 
 def sysctl_number(name: str) -> int:

@@ -5,6 +5,7 @@ has no attention heads. These sizes are derived from the weights, or set to a us
 uses them.
 """
 
+import fnmatch
 import hashlib
 import json
 import re
@@ -23,6 +24,16 @@ SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/adaptation.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
+BY_TYPE = "use a copy with model*.safetensors: safetrain fetch HUB_ID"
+OTHER_KINDS = (  # what a folder without a whole model may hold, by its files, and what to do
+    ("adapter_model.*", "a PEFT adapter", "merge it into its base with PEFT (merge_and_unload), and use the result"),
+    ("adapters.safetensors", "an adapter", "name its base model here, and merge the two with safetrain fuse"),
+    ("*.gguf", "a GGUF file", BY_TYPE),
+    ("*.onnx", "an ONNX file", BY_TYPE),
+    ("pytorch_model*.bin", "a file of PyTorch", BY_TYPE),
+    ("*.pt*", "a file of PyTorch", BY_TYPE),
+    ("consolidated*.safetensors", "a file in Mistral's own format", BY_TYPE),
+)
 
 SIZES = {  # names of a size in mlx_lm/models/*.py; the first that config.json has counts
     "hidden_size": ("hidden_size", "n_embd", "model_dim"),
@@ -109,7 +120,8 @@ def read_model_plan(path: Path) -> ModelFiles:
 
     Without weight files, the tensors follow from the architecture; raises ModelError if it is unknown.
     """
-    if any(path.glob("model*.safetensors*")):
+    weights = "model*.safetensors*", *(pattern for pattern, _, _ in OTHER_KINDS)
+    if any(any(path.glob(pattern)) for pattern in weights):  # also those that no run could open
         return read_model_files(path)
     file = path if path.is_file() and path.suffix == ".json" else path / "config.json"
     return model_of_config(_read_json(file), file.parent)
@@ -197,10 +209,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _without(what: str, path: Path) -> ModelError:
-    """The error for a path that is not a whole model, with the names of the files that are there."""
-    files = [path.name] if path.is_file() else sorted(file.name for file in path.iterdir())
-    got, do = ", ".join(files[:5]), "mlx-lm needs config.json and model*.safetensors: safetrain fetch HUB_ID"
-    return ModelError(what, where=str(path), got=got, do=do)
+    """The error for a path that is not a whole model: ``what``, unless its files show what it is instead."""
+    files = [path.name] if path.is_file() else [file.name for file in path.iterdir()]
+    for pattern, kind, do in OTHER_KINDS:
+        if found := fnmatch.filter(files, pattern):
+            return ModelError(f"This is {kind}, not a model for mlx-lm.", where=str(path), got=found[0], do=do)
+    return ModelError(what, where=str(path), do=FETCH)
 
 
 def _tensors_in(path: Path) -> list[TensorHeader]:
