@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.params_file import with_value
 from tests.conftest import ROOT
 from tests.pipeline.workspace import Workspace
 from tests.support.random_models import TINY, build_model
@@ -23,8 +22,7 @@ def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
     for name, count in ((ONE, 40), (TWO, 60)):
         (made.folder / name).write_text("".join(rows[:count]))
     build_model(made.folder / MODEL, **TINY)
-    text = (made.folder / "params.yaml").read_text()
-    (made.folder / "params.yaml").write_text(with_value(with_value(text, "data.path", ONE), "model.path", MODEL))
+    made.set_values({"data.path": ONE, "model.path": MODEL})
     return made
 
 

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from safetrain.core.memory.estimate import MARGIN
-from safetrain.core.params_file import with_value
 from tests.pipeline.workspace import Workspace
 
 STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]
@@ -155,9 +154,7 @@ def test_reworded_messages_train_nothing(workspace: Workspace) -> None:
 
 
 def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
-    params = workspace.folder / "params.yaml"
-    text = params.read_text()
-    params.write_text(with_value(with_value(text, "evaluate.max_examples", 10), "evaluate.max_new_tokens", 4))
+    workspace.set_values({"evaluate.max_examples": 10, "evaluate.max_new_tokens": 4})
     changed = json.loads(workspace.succeed("dvc", "status", "--json"))
     assert set(changed) - {"preflight"} == {"evaluate"}
     workspace.commit("few and short answers, from here on")

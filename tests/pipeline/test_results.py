@@ -14,10 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from safetrain.core.params_file import with_value
 from safetrain.core.results import RESULTS, TRAINED
 from safetrain.core.storage.files import sha256_of
-from tests.pipeline.workspace import SMALL, Workspace
+from tests.pipeline.workspace import TINY_PATHS, Workspace
 from tests.support.chaos.project import left_over, wait_for
 
 STEPS, KILLS = 12, 3
@@ -33,23 +32,12 @@ HOLD = (
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     made = Workspace(tmp_path_factory.mktemp("results"))
     made.make_small()
-    values: dict[str, object] = {f"train.{key}": value for key, value in SHORT.items()}
-    for setting in SMALL:
-        key, _, value = setting.partition("=")
-        values[key] = value
+    values: dict[str, object] = {**TINY_PATHS, **{f"train.{key}": value for key, value in SHORT.items()}}
     values |= {"evaluate.max_examples": 2, "preflight.level": "quick", "train.learning_rate": 1e-3}
-    set_values(made, values)
+    made.set_values(values)
     made.succeed("dvc", "repro")
     made.commit("a result")
     return made
-
-
-def set_values(workspace: Workspace, values: dict[str, object]) -> None:
-    params = workspace.folder / "params.yaml"
-    text = params.read_text()
-    for key, value in values.items():
-        text = with_value(text, key, value)
-    params.write_text(text)
 
 
 def results(workspace: Workspace, names: list[str] | None = None) -> dict[str, str]:
@@ -89,7 +77,7 @@ def kill_all(workspace: Workspace, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("words", [(), ("-s", "train")])
 def test_a_refused_training_leaves_the_last_result(workspace: Workspace, words: tuple[str, ...]) -> None:
-    set_values(workspace, {"train.learning_rate": 2e-3})
+    workspace.set_values({"train.learning_rate": 2e-3})
     before = results(workspace)
     with lock_held(workspace):
         done = workspace.run("dvc", "repro", *words)
@@ -124,12 +112,12 @@ def test_a_training_killed_at_any_moment_leaves_the_last_result_and_then_replace
 
 def test_a_run_that_ends_before_its_evaluation_leaves_the_last_evaluated_one(workspace: Workspace) -> None:
     before = workspace.cli("result")
-    set_values(workspace, {"train.learning_rate": 4e-3})
+    workspace.set_values({"train.learning_rate": 4e-3})
     workspace.succeed("dvc", "repro", "train")
     said = workspace.cli("result")
     assert f"This is the last evaluated run. A newer run is unfinished, at step {STEPS}" in said
     assert next(line for line in before.splitlines() if "Test loss" in line) in said
-    set_values(workspace, {"train.learning_rate": 2e-3})
+    workspace.set_values({"train.learning_rate": 2e-3})
     workspace.succeed("dvc", "repro")
     assert "newer run" not in workspace.cli("result")
 
@@ -137,7 +125,7 @@ def test_a_run_that_ends_before_its_evaluation_leaves_the_last_evaluated_one(wor
 @pytest.mark.parametrize("stage", ["evaluate", "plot"])
 def test_an_evaluation_or_a_report_that_is_killed_leaves_the_last_one(workspace: Workspace, stage: str) -> None:
     before = results(workspace)
-    set_values(workspace, {"evaluate.max_new_tokens": 1500})  # seconds of it
+    workspace.set_values({"evaluate.max_new_tokens": 1500})  # seconds of it
     process = start_repro(workspace, "-f", "-s", stage)
     output = workspace.folder / "checkpoints_qlora"
     is_gone = {"evaluate": output / "evaluation.json", "plot": output / "report.html"}[stage]
@@ -146,7 +134,7 @@ def test_an_evaluation_or_a_report_that_is_killed_leaves_the_last_one(workspace:
     kill_all(workspace, process)
     assert f"Trained {STEPS} steps" in workspace.cli("result")
     assert results(workspace) == before
-    set_values(workspace, {"evaluate.max_new_tokens": 48})
+    workspace.set_values({"evaluate.max_new_tokens": 48})
     workspace.succeed("dvc", "repro")
     assert results(workspace, OF_A_RUN[:5]).items() <= before.items()
 
@@ -181,11 +169,11 @@ def test_a_replacement_that_was_cut_short_is_ended_by_the_next_command(workspace
 
 
 def test_values_that_were_trained_before_come_back_from_the_run_cache(workspace: Workspace) -> None:
-    set_values(workspace, {"train.learning_rate": 1e-3})
+    workspace.set_values({"train.learning_rate": 1e-3})
     assert "Stage 'train' is cached - skipping run, checking out outputs" in workspace.succeed("dvc", "repro")
     assert workspace.json("training_summary.json")["learning_rate"] == 1e-3
     workspace.succeed("safetrain", "result")  # keeps it, where all stages were cached and none ran
-    set_values(workspace, {"train.learning_rate": 3e-3})
+    workspace.set_values({"train.learning_rate": 3e-3})
     before = results(workspace, list(TRAINED))
     with lock_held(workspace):
         assert workspace.run("dvc", "repro", "-s", "train").returncode != 0

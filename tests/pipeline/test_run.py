@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import yaml
 
 from safetrain.core.params_file import RECORD, with_value
 from safetrain.core.storage.files import sha256_of
-from tests.pipeline.workspace import SMALL, Workspace
+from tests.pipeline.workspace import TINY_PATHS, Workspace
 from tests.support.chaos.project import left_over, wait_for
 
 SHORT: dict[str, object] = {
-    **dict(setting.split("=") for setting in SMALL), "train.max_steps": 4, "train.num_epochs": 30,
+    **TINY_PATHS, "train.max_steps": 4, "train.num_epochs": 30,
     "train.save_steps": 1, "train.eval_steps": 4, "train.learning_rate": 1e-3, "evaluate.max_examples": 2,
     "evaluate.max_new_tokens": 2, "preflight.level": "quick",
 }  # fmt: skip
@@ -30,11 +31,7 @@ SHORT: dict[str, object] = {
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     made = Workspace(tmp_path_factory.mktemp("run"))
     made.make_small()
-    params = made.folder / "params.yaml"
-    text = params.read_text()
-    for key, value in SHORT.items():
-        text = with_value(text, key, value)
-    params.write_text(text)
+    made.set_values(SHORT)
     made.commit("short runs")
     return made
 
@@ -71,8 +68,13 @@ def start(workspace: Workspace, *words: str) -> subprocess.Popen[bytes]:
 
 
 def wait_for_training(workspace: Workspace) -> None:
-    live = workspace.folder / "checkpoints_qlora/unfinished/training_metrics.csv"
-    wait_for(lambda: live.is_file() and live.read_text().count("\n") > 3, "the first checkpoint", 120)
+    """Wait for checkpoints of a run that has just been started; an earlier one may have left its records."""
+    live, began = workspace.folder / "checkpoints_qlora/unfinished/training_metrics.csv", time.time()
+
+    def has_steps() -> bool:
+        return live.is_file() and live.stat().st_mtime > began and live.read_text().count("\n") > 3
+
+    wait_for(has_steps, "the first checkpoint", 120)
 
 
 def test_values_hold_for_one_run_which_is_recorded(workspace: Workspace, before: bytes) -> None:

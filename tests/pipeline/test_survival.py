@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from safetrain.core.recorder import read_flight
-from tests.pipeline.workspace import SMALL, Workspace
+from tests.pipeline.workspace import TINY_PATHS, Workspace
 from tests.support.chaos.project import left_over, wait_for
 
 STEPS = 120
@@ -25,15 +25,8 @@ RECORDED = "checkpoints_qlora/flight/recorder.bin"
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     made = Workspace(tmp_path_factory.mktemp("survival"))
     made.make_small()
-    params = made.folder / "params.yaml"
-    text = params.read_text()
-    for setting in SMALL:
-        section, _, path = setting.partition(".path=")
-        text = text.replace(f"\n{section}:\n  path: ", f"\n{section}:\n  path: {path} # ", 1)
-    for key, value in SHORT.items():
-        text = text.replace(f"  {key}: null", f"  {key}: {value}", 1)
-    text = text.replace("  level: probe", "  level: quick")
-    params.write_text(text.replace("  max_examples: null", "  max_examples: 2"))  # evaluate's
+    of_train = {f"train.{key}": value for key, value in SHORT.items()}
+    made.set_values({**TINY_PATHS, **of_train, "preflight.level": "quick", "evaluate.max_examples": 2})
     made.commit("a short training")
     return made
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.formatting import RUN
+from safetrain.core.params_file import with_value
 from tests.conftest import BLAS_THREADS, ROOT
 from tests.support.random_models import TINY, build_model
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
-SMALL = ("model.path=models/tiny", "data.path=data/tiny")  # where it does not matter what is learnt
+TINY_PATHS = {"model.path": "models/tiny", "data.path": "data/tiny"}  # where it does not matter what is learnt
+SMALL = tuple(f"{key}={path}" for key, path in TINY_PATHS.items())
 ROWS = {"train": 160, "valid": 20, "test": 20}
 TIMEOUT_SECONDS = 900  # nothing here takes a fifth of that; a machine may have other things to do
 
@@ -54,6 +57,14 @@ class Workspace:
         self.git("config", "user.name", "Test")
         self.git("config", "user.email", "test@localhost")
         self.commit("start")
+
+    def set_values(self, values: Mapping[str, object]) -> None:
+        """Write values into params.yaml, by ``section.key``."""
+        params = self.folder / "params.yaml"
+        text = params.read_text()
+        for key, value in values.items():
+            text = with_value(text, key, value)
+        params.write_text(text)
 
     def make_small(self, **changes: Any) -> None:
         """Make what SMALL names: a tiny random model, and the first rows of the example."""
