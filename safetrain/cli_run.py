@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,8 @@ from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from safetrain.core.records.schema import Pipeline
 
 
@@ -82,13 +84,16 @@ def _run_once(words: list[str], command: str) -> None:
 
     config = composed(words)
     _require_inputs(to_pipeline(config), words)
-    text = _with_values(words)
-    with lent(text, command) if words else nullcontext():
+    if not words:
+        reproduce()
+        return
+    text = _with_values(config)
+    with lent(text, command):
         if composed([]) != config:
             what = "conf/config.yaml sets values that differ from params.yaml and from this command."
             raise ConfigError(what, where="conf/config.yaml", do="remove them there; set them in params.yaml")
         reproduce()
-        if not words or why_unrecorded():
+        if why_unrecorded():
             return
         try:
             if read_params() != text:
@@ -98,14 +103,14 @@ def _run_once(words: list[str], command: str) -> None:
             print_text(f"not recorded as an experiment: {error}", sys.stderr)
 
 
-def _with_values(words: list[str]) -> str:
-    """The text of params.yaml with the values ``words``."""
+def _with_values(config: "DictConfig") -> str:
+    """The text of params.yaml with the values of ``config``."""
     from omegaconf import OmegaConf
 
     from safetrain.stage import composed
 
     text = read_params()
-    before, after = (OmegaConf.to_container(composed(each), resolve=True) for each in ([], words))
+    before, after = (OmegaConf.to_container(each, resolve=True) for each in (composed([]), config))
     for section, values in after.items():  # type: ignore[union-attr]
         for key, value in values.items():
             if value != before[section][key]:  # type: ignore[index]
@@ -155,8 +160,9 @@ def set_(
 
     require_project()
     with _own_params():
-        to_pipeline(composed(values))
-        _write(_with_values(values))
+        config = composed(values)
+        to_pipeline(config)  # raises for a value out of its range
+        _write(_with_values(config))
 
 
 def _write(text: str) -> None:

@@ -161,9 +161,10 @@ def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[st
     number, size = 1, 0
     try:
         with _opened(path) as stream, io.TextIOWrapper(stream, encoding, newline="\n") as text:
+            most_size = max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size)
             while line := text.readline(MOST_ROW_BYTES + 1):
                 size += len(line)
-                if size > max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size):
+                if size > most_size:
                     what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
                     do = "do not use it; if it is yours, decompress it and use the result"
                     raise DataError(what, where=str(path), do=do)

@@ -160,9 +160,8 @@ def _whole_seconds(
 
 def _fed_tokens(question: PlannedTraining, fit: Estimate) -> float:
     """Tokens that the model reads in a mean step."""
-    return min(question.row_count, fit.settings.rows_per_update) * min(
-        fit.settings.max_seq_length, question.mean_tokens
-    )
+    tokens_per_row = min(fit.settings.max_seq_length, question.mean_tokens)
+    return min(question.row_count, fit.settings.rows_per_update) * tokens_per_row
 
 
 def _evaluated(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, int]:

@@ -164,11 +164,7 @@ def row_order(seed: int, epoch: int, rows: int, longest: int, rows_per_pair: int
     order = np.random.default_rng([seed, epoch]).permutation(rows // rows_per_pair).astype(np.uint32)
     place = int(np.flatnonzero(order == longest // rows_per_pair)[0])
     order[[0, place]] = order[[place, 0]]
-    return (
-        order
-        if rows_per_pair == 1
-        else (order[:, None] * rows_per_pair + np.arange(rows_per_pair, dtype=np.uint32)).reshape(-1)
-    )
+    return (order[:, None] * rows_per_pair + np.arange(rows_per_pair, dtype=np.uint32)).reshape(-1)
 
 
 def order_fingerprint() -> str:
