@@ -165,10 +165,6 @@ def dequantize(model: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-if __name__ == "__main__":
-    main()
-
-
 def as_trained(tokenizer: Any, row: object) -> Any:
     """The tokens and labels of a row as a training sees them."""
     from safetrain.data.forms import parse_row
@@ -178,3 +174,7 @@ def as_trained(tokenizer: Any, row: object) -> Any:
     renderer = Renderer(tokenizer.template, tokenizer.controls, tokenizer.end_token)
     rendered = renderer.render(parse_row(row))
     return labelled(rendered, tokenizer.encode_chats([rendered.text])[0])[0]
+
+
+if __name__ == "__main__":
+    main()

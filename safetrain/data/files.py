@@ -19,8 +19,10 @@ from typing import IO, Any
 import numpy as np
 
 from safetrain.core.errors import DataError
+from safetrain.core.foreign import first_line, limited
 from safetrain.core.formatting import counted
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
+from safetrain.core.text.tokenizer import MOST_TEXT
 from safetrain.data.findings import Place
 from safetrain.data.folders import PLAIN, suffix_of
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
@@ -28,14 +30,15 @@ from safetrain.data.rows import Row, RowError, load, object_of, parsed, said_of,
 
 Placed = tuple[Place, object]  # the place of a row, and its value, its RowError, or a document as a Row
 HEAD_BYTES = 64 * 1024
-MOST_ROW_BYTES = 16 * 2**20  # about four million tokens, more than any model's context
+MOST_ROW_BYTES = MOST_TEXT  # of a row in a file
 MOST_ARRAY = 2**30  # characters
-TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context"
+TOO_LONG = "a row is longer than 8 MiB, which is beyond any model's context"
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
-BATCH_ROWS = 256  # rows to read from Parquet at a time
+BATCH_ROWS = 64  # rows to read from Parquet at a time
+MOST_EQUAL_ROWS = 2**17  # beyond, a table with more rows than bytes is refused: it has hardly any text
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
 BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
     rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL
@@ -92,7 +95,7 @@ def _texts(path: Path) -> Iterator[Placed]:
             size += len(line)
             if size > MOST_ROW_BYTES:
                 do = f"separate the documents with {TEXT_END} lines, or split this one"
-                raise DataError("A document is longer than 16 MiB.", where=f"{path}:{first}", do=do)
+                raise DataError("A document is longer than 8 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
 
@@ -157,7 +160,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
-    """Yield each line with its line end; with ``in_pieces``, split lines longer than 16 MiB. Raises DataError."""
+    """Yield each line with its line end; with ``in_pieces``, split lines longer than 8 MiB. Raises DataError."""
     number, size = 1, 0
     try:
         with _opened(path) as stream, io.TextIOWrapper(stream, encoding, newline="\n") as text:
@@ -263,7 +266,7 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
     """Yield the rows of a Parquet file, an Arrow file or an Arrow stream; raises DataError."""
     import pyarrow
 
-    number = 0
+    number, room = 0, max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size)
     try:
         for batch in _batches(path, head):
             batch.validate(full=True)  # a damaged file may have wrong lengths
@@ -273,26 +276,48 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
                 number += 1
                 try:
                     row: object = dict(zip(names, map(_value_of, cells, names), strict=True))
+                    room -= _length(row)
                 except RowError as error:
                     row = error
+                if room < 0:
+                    raise ValueError(f"it unpacks to more than {BOMB_RATIO} times its size, like a zip bomb")
                 yield Place(0, number), row
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, MemoryError) as error:
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
-        raise DataError(f"The table cannot be read: {shown(str(error))}", where=where, do=do) from None
+        raise DataError(f"The table cannot be read: {shown(first_line(error))}", where=where, do=do) from None
 
 
 def _batches(path: Path, head: bytes) -> Iterator[Any]:
+    """Read a table in batches; raises MemoryError for one that unpacks to more than a model's data can be."""
     import pyarrow
     from pyarrow import parquet
 
-    with pyarrow.memory_map(str(path)) as source:
+    with pyarrow.OSFile(str(path)) as source:  # not mapped: a file that is cut off meanwhile would be a signal
         if head.startswith(PARQUET):
-            yield from parquet.ParquetFile(source).iter_batches(BATCH_ROWS)
+            batches = parquet.ParquetFile(source).iter_batches(BATCH_ROWS, use_threads=False)
         elif head.startswith(ARROW):
             file = pyarrow.ipc.open_file(source)
-            yield from map(file.get_batch, range(file.num_record_batches))
+            batches = map(file.get_batch, range(file.num_record_batches))
         else:
-            yield from pyarrow.ipc.open_stream(source)
+            batches = iter(pyarrow.ipc.open_stream(source))
+        rows, most = 0, max(MOST_EQUAL_ROWS, path.stat().st_size)
+        while True:
+            with limited(seconds=60):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            rows += batch.num_rows
+            if rows > most:
+                raise ValueError("it has more rows than bytes, so there is hardly any text in them")
+            yield batch
+
+
+def _length(row: object) -> int:
+    """The characters of a table's row; raises RowError if they are too many."""
+    length = len(str(row))
+    if length > MOST_ROW_BYTES:
+        raise RowError(TOO_LONG)
+    return length
 
 
 def _value_of(cell: Any, column: str) -> object:

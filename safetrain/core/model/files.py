@@ -8,6 +8,7 @@ uses them.
 import fnmatch
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
+from safetrain.core.foreign import told
 from safetrain.core.formatting import similar_path
 from safetrain.core.model.shapes import TensorHeader, quantization_of, tensors_of, usual_bits, with_quantization
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER, json_object
@@ -46,6 +48,9 @@ SIZES = {  # names of a size in mlx_lm/models/*.py; the first that config.json h
     "max_positions": ("max_position_embeddings", "n_positions", "model_max_length"),
 }
 USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second as a multiple of the width
+MOST_LAYERS, MOST_SIZE = 10_000, 2**31 - 1  # the second: of an array's side in mlx
+MODEL_TYPE = re.compile(r"[\w.-]{1,64}")
+UNUSABLE = "config.json cannot be used"
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
 IN_BLOCK = re.compile(r"(?:^|[._])(?:layers|h|blocks)\.(\d+)\.(.+)$")  # number of a block, name in the block
 OTHER_PART = re.compile(r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)")  # left out by mlx-lm
@@ -101,8 +106,9 @@ def read_model_files(folder: Path) -> ModelFiles:
     config = _read_json(folder / "config.json")
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZERS):
         raise _without("The model has no tokenizer (tokenizer.json).", folder)
-    paths = _weight_files(folder)
-    tensors = [tensor for path in paths for tensor in _tensors_in(path)]
+    with told("The model's weights cannot be read", folder, FETCH):
+        paths = _weight_files(folder)
+        tensors = [tensor for path in paths for tensor in _tensors_in(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
         digest.update(file_sample(path))
@@ -111,8 +117,10 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
     """The vocabulary size and the context in tokens, from config.json; None for a number that it does not have."""
-    config = _with_text(_read_json(folder / "config.json"))
-    return _stated(config, "vocab_size") or None, _stated(config, "max_positions") or None
+    config = _read_json(folder / "config.json")
+    with told(UNUSABLE, folder / "config.json"):
+        config = _with_text(config)
+        return _stated(config, "vocab_size") or None, _stated(config, "max_positions") or None
 
 
 def read_model_plan(path: Path) -> ModelFiles:
@@ -129,32 +137,40 @@ def read_model_plan(path: Path) -> ModelFiles:
 
 def model_of_config(config: Mapping[str, Any], folder: Path) -> ModelFiles:
     """Describe a model by its config.json alone; errors name ``folder``."""
-    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
-    try:
-        return _describe(folder, config, tensors_of(_with_text(config)), digest)
-    except KeyError as error:
-        raise ModelError(f"config.json has no {error}.", where=str(folder / "config.json")) from None
+    with told(UNUSABLE, folder / "config.json"):
+        digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
+        tensors = tensors_of(_with_text(config))
+    return _describe(folder, config, tensors, digest)
 
 
 def _describe(folder: Path, config: Mapping[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
     """Make the description; raises ModelError if neither config.json nor the weights give a size."""
-    quantization, config = quantization_of(config, str(folder)), _with_text(config)
-    tensors = with_quantization(headers, quantization)
-    return ModelFiles(
-        **sizes_of(config, tensors, folder),
-        folder=folder,
-        model_type=str(config.get("model_type", "unknown")),
-        whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
-        quantization_bits=usual_bits(tensors, quantization),
-        static_bytes=sum(tensor.size_bytes for tensor in tensors),
-        tensors=tensors,
-        fingerprint=fingerprint,
-    )
+    with told(UNUSABLE, folder / "config.json"):
+        quantization, config = quantization_of(config, str(folder)), _with_text(config)
+        tensors = with_quantization(headers, quantization)
+        return ModelFiles(
+            **sizes_of(config, tensors, folder),
+            folder=folder,
+            model_type=config.get("model_type", "unknown"),
+            whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
+            quantization_bits=usual_bits(tensors, quantization),
+            static_bytes=sum(tensor.size_bytes for tensor in tensors),
+            tensors=tensors,
+            fingerprint=fingerprint,
+        )
 
 
 def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the keys of a multimodal model's text part at the top level."""
-    return {**config, **(config.get("text_config") or {})}
+    """config.json with the keys of a multimodal model's text part at the top level.
+
+    Raises ValueError for sizes that no model has, before anything is computed with them.
+    """
+    joined = {**config, **(config.get("text_config") or {})}
+    if not MODEL_TYPE.fullmatch(joined.get("model_type", "unknown")):
+        raise ValueError("its model_type is not a name")
+    for size in SIZES:
+        _stated(joined, size)
+    return joined
 
 
 def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder: Path) -> dict[str, Any]:
@@ -170,6 +186,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
         if not sizes[name]:
             what = f"config.json has no {SIZES[name][0]}, and the weights do not show it."
             raise ModelError(what, where=str(folder / "config.json"), do="use a model that mlx-lm supports")
+    _require_possible("num_layers", sizes["num_layers"])
     hidden, head = sizes["hidden_size"], sizes["head_dim"]
     heads = sizes["num_heads"] or max(1, hidden // (head or USUAL_HEAD_SIZE))
     return {
@@ -183,13 +200,22 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
 
 
 def _stated(config: Mapping[str, Any], size: str) -> int:
-    """A size in config.json, or the largest number of a list there; 0 if it is missing or not positive."""
+    """A size in config.json, or the largest number of a list there; 0 if it is missing or not positive.
+
+    Raises ValueError if it is larger than in any model.
+    """
     for name in SIZES[size]:
         value = config.get(name)
         numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
         if numbers and max(numbers) > 0:
+            _require_possible(size, max(numbers))
             return max(numbers)
     return 0
+
+
+def _require_possible(size: str, number: int) -> None:
+    if number > (MOST_LAYERS if size == "num_layers" else MOST_SIZE):
+        raise ValueError(f"its {size} is larger than in any model")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -228,10 +254,17 @@ def _tensors_in(path: Path) -> list[TensorHeader]:
                 what, do = "A weight file is a Git LFS pointer: the weights are not downloaded yet.", FETCH_LFS
         got = f"{path.stat().st_size} bytes"
         raise ModelError(what, where=str(path), expected=str(error), got=got, do=do) from None
-    return [
-        TensorHeader(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in header.items() if name != METADATA
-    ]  # fmt: skip
+    return [_tensor(name, **entry) for name, entry in header.items() if name != METADATA]
+
+
+def _tensor(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorHeader:
+    """A tensor as its header describes it; raises ValueError if its shape needs other bytes than it has."""
+    size = data_offsets[1] - data_offsets[0]
+    width = re.search(r"\d+", dtype)  # bits, except of BOOL
+    bits = math.prod(shape) * (int(width[0]) if width else 8)
+    if any(type(side) is not int or side < 0 for side in shape) or not -8 < bits - 8 * size <= 0:
+        raise ValueError(f"{name} has a shape that does not fit its bytes")
+    return TensorHeader(name, dtype, tuple(shape), size)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -248,7 +281,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         header = json.loads(text)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
         end = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise ValueError("a safetensors header") from None
     if size != end:
         raise ValueError(f"{end} bytes, by its header")

@@ -1,19 +1,22 @@
 """An adapter folder as files: its base model, its fingerprint, and how its answers begin and end."""
 
 import hashlib
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.foreign import told
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_record
+from safetrain.core.storage.files import json_object, read_record
 
 CHAT_FILE = "chat.json"
 LORA_DEFAULTS = {"scale": 1.0, "dropout": 0.0}
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
+MOST_RANK, MOST_ID = 2**14, 2**31  # more than any adapter or model has
+UNREADABLE, OWN_KIND = "The adapter's shape cannot be read", "it must be an adapter of safetrain or mlx-lm"
 TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type has fewer values
 
 
@@ -31,13 +34,16 @@ class PromptFormat:
 def read_prompt_format(folder: Path) -> PromptFormat | None:
     """Read chat.json; None for an adapter without one. Raises ModelError if it is unreadable."""
     path = folder / CHAT_FILE
-    try:
-        return read_record(path, PromptFormat)
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         return None
-    except (ValueError, TypeError) as error:
-        again = "train again, or remove the file: answers then begin and end as with the base model"
-        raise ModelError(f"The adapter's prompt format cannot be read: {error}", where=str(path), do=again) from None
+    again = "train again, or remove the file: answers then begin and end as with the base model"
+    with told("The adapter's prompt format cannot be read", path, again):
+        form = read_record(path, PromptFormat)
+        if not all(isinstance(text, str) for text in (form.opening, form.asked, form.system)):
+            raise TypeError("it has a number, list or object in place of a text")
+        if not all(type(number) is int and 0 <= number < MOST_ID for number in form.stop_ids):
+            raise TypeError("its stop_ids are not all token ids")
+        return form
 
 
 def fingerprint(adapter: Path) -> str:
@@ -66,7 +72,12 @@ def base_of(adapter: Path) -> Path:
 
 def lora_number(adapter: Path, name: str) -> float:
     """Read the scale or the dropout of an adapter; raises ModelError."""
-    return float(_configuration(adapter).get("lora_parameters", {}).get(name, LORA_DEFAULTS[name]))
+    config = _configuration(adapter)
+    with told(UNREADABLE, adapter, OWN_KIND):
+        number = float(config.get("lora_parameters", {}).get(name, LORA_DEFAULTS[name]))
+        if not math.isfinite(number):
+            raise ValueError(f"its {name} is {number}")
+        return number
 
 
 def adapter_method(adapter: Path) -> str:
@@ -78,14 +89,13 @@ def adapter_method(adapter: Path) -> str:
 def adapter_shape(adapter: Path, num_blocks: int) -> LoraSettings:
     """Read an adapter's shape, for a model of ``num_blocks`` blocks; raises ModelError."""
     config = _configuration(adapter)
-    try:
+    with told(UNREADABLE, adapter, OWN_KIND):
         shape, layers = config.get("lora_parameters", {}), config["num_layers"]
         layers = min(layers, num_blocks) if layers > 0 else num_blocks  # -1 means all
-        targets = tuple(shape.get("keys") or (ALL_LINEAR,))
-        return LoraSettings(int(shape.get("rank", 1)), lora_number(adapter, "scale"), 0.0, layers, targets)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        do = "it must be an adapter of safetrain or mlx-lm"
-        raise ModelError(f"The adapter's shape cannot be read: {error}", where=str(adapter), do=do) from None
+        targets, rank = tuple(shape.get("keys") or (ALL_LINEAR,)), int(shape.get("rank", 1))
+        if not 0 < rank <= MOST_RANK or not all(isinstance(name, str) for name in targets):
+            raise ValueError("its rank or its keys are impossible")
+        return LoraSettings(rank, lora_number(adapter, "scale"), 0.0, layers, targets)
 
 
 def starting_shape(folder: str, method: str, base: Path, base_fingerprint: str, num_blocks: int) -> LoraSettings:
@@ -129,14 +139,11 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
 
 def _configuration(adapter: Path) -> dict[str, Any]:
     path = adapter / "adapter_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         remedy = "name the adapter's folder, or train one with 'safetrain run' in the project's root"
-        raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy) from None
-    except ValueError:
-        config = None
-    if isinstance(config, dict) and isinstance(config.get("model", ""), str):
+        raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy)
+    config = json_object(path)
+    if config and isinstance(config.get("model", ""), str):
         return config
     do = "the file is damaged: copy the folder again, or train again"
     raise ModelError("The adapter's configuration cannot be read.", where=str(path), do=do)

@@ -29,6 +29,7 @@ Kind = TypeVar("Kind")
 LFS_POINTER = b"version https://git-lfs"  # start of a file whose content Git LFS has not fetched
 FETCH_LFS = "run 'git lfs install && git lfs pull' in the repository that holds the file"
 SPARE_BYTES = 2**20  # stay free on the disk
+MOST_JSON_BYTES = 2**26  # of a model's JSON; the index of the largest models has 10 MB
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota left
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 MAC_CACHE = Path("Library/Caches/safetrain")  # in a user's home; macOS removes nothing there
@@ -122,10 +123,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing, unreadable or holds something else."""
+    """The object in a JSON file; empty if the file is missing, unreadable, over 64 MiB or holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        is_small = path.is_file() and path.stat().st_size <= MOST_JSON_BYTES  # not of a pipe: it might never end
+        value = json.loads(path.read_text(encoding="utf-8")) if is_small else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetrain.core.errors import ModelError
+from safetrain.core.foreign import MOST_BYTES, MOST_SECONDS, limited, told
+from safetrain.core.formatting import size_text
 from safetrain.core.storage.files import json_object
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a template
@@ -26,6 +28,7 @@ PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 REGEX = "fix_mistral_regex"  # set to False by transformers if a tokenizer of Mistral may be wrong
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
+MOST_TEXT = 2**23  # characters of a row: about two million tokens, for which the tokenizer needs 1.6 GiB
 
 
 class TemplateError(ValueError):
@@ -54,7 +57,7 @@ class ChatTemplate:
         return self.sources[name]
 
     def write(self, messages: Messages, tools: Tools = None, *, prompt: bool = False, settings: Settings = None) -> str:
-        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError.
+        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError, ModelError if it takes too much.
 
         ``settings``: variables of the template, such as enable_thinking; training sets none.
         """
@@ -63,7 +66,16 @@ class ChatTemplate:
         source = self.source(tools)
         try:
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-            return str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
+            with limited():
+                text = str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
+            if len(text) > MOST_TEXT:
+                raise TemplateError(f"it writes {len(text):,} characters")
+            text.encode()
+            return text
+        except (MemoryError, TimeoutError) as error:
+            limits = f"at most {MOST_SECONDS:.0f} s and {size_text(MOST_BYTES)} for a chat"
+            what, do = "The model's chat template needs too much time or memory.", "use another model"
+            raise ModelError(what, where=source[:60], expected=limits, do=do) from error
         except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
             where = f"line {error.lineno} of the template: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             is_broken = bool(where) or isinstance(error, RecursionError) or any(each in str(error) for each in SANDBOX)
@@ -196,13 +208,10 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         load = functools.partial(AutoTokenizer.from_pretrained, str(folder), trust_remote_code=False)
-        try:
+        with told("The model's tokenizer cannot be loaded", folder, FETCH):
             own: Any = load(local_files_only=True)
             if getattr(own.backend_tokenizer, REGEX, None) is False:  # it warns, for some models without a reason
                 _require_same_splits(folder, own, load(local_files_only=True, **{REGEX: True}))
-        except (OSError, ValueError, KeyError) as error:
-            what = f"The model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
-            raise ModelError(what, where=str(folder), do=FETCH) from error
         if not own.is_fast:
             what, do = "The model has no fast tokenizer.", "use a copy of the model that has one"
             raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)

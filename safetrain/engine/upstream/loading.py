@@ -53,7 +53,10 @@ CLIPPED = ("prediction_coefs", "correction_coefs")  # by Gemma 3n's AltUp
 # Layers of Gemma 3n and Kimi K3; tests/engine/test_upstream.py looks for more in all of mlx-lm's models.
 READ_DIRECTLY = frozenset({*CLIPPED, "self_attention_res_proj", "mlp_res_proj"})
 JAMBA = "Jamba cannot be trained: in mlx-lm its recurrence needs time and memory quadratic in a row's length"
-FOREIGN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm's code raises
+FOREIGN = (  # that mlx-lm's code raises
+    ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError, ArithmeticError, MemoryError,
+    AssertionError, NameError, ImportError,
+)  # fmt: skip
 # Files that are written for a new model, not copied; and a copied file that may get more stop tokens.
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")
 GENERATION = "generation_config.json"
@@ -87,7 +90,7 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     try:
         with _plain_name(folder) as plain:
             module, config = load_model(plain, lazy=True, model_config=copy.deepcopy(given))  # some families change it
-    except (*FOREIGN, UnboundLocalError) as error:
+    except FOREIGN as error:
         method, family = entry.get("quant_method"), config["model_type"]
         if NO_MEMORY.search(str(error)) or not (method or str(error).startswith(UNFIT)):
             raise
