@@ -46,7 +46,8 @@ class Commands(TyperGroup):
                     settle()  # a command that was killed may have left results to put back
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()
+                if sys.stdout is not None:  # not closed
+                    sys.stdout.flush()
         except (BrokenPipeError, KeyboardInterrupt) as error:  # typer would report a failure
             sys.exit(exit_code_of(error))
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -279,7 +280,8 @@ def diagnose(
 def discard() -> None:
     """Discard an interrupted run; finished results are kept.
 
-    This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far.
+    This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far; also what queued
+    experiments keep in .dvc/tmp/safetrain.
     """
     from safetrain.core.lock import training_lock
     from safetrain.core.records.run_state import discard_run
@@ -289,5 +291,6 @@ def discard() -> None:
     with training_lock(paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
+        shutil.rmtree(paths.KEPT_RUNS, ignore_errors=True)
         (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it names a checkpoint that is gone
     print(f"removed {counted(removed, 'checkpoint')}; the next training run starts over")

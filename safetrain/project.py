@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
+from safetrain.core.foreign import told
 from safetrain.core.formatting import print_text
-from safetrain.core.params_file import PARAMS, with_value
+from safetrain.core.params_file import PARAMS, read_params, with_value
+from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
@@ -55,6 +57,14 @@ GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its 
 # What the pipeline writes. Commit dvc.lock, and DVC finds these again in its cache
 /checkpoints_qlora/
 /dvc_plots/
+# What export, fuse, convert and bug reports write
+/fused*/
+/out/
+/peft-out/
+*.gguf
+*.gguf.json
+*.Modelfile
+/bug*.zip
 .DS_Store
 """
 README = """# A safetrain project
@@ -86,15 +96,17 @@ def stage_module(name: str) -> str:
 
 
 def params() -> Any:
-    """Read params.yaml, without overlays."""
+    """Read params.yaml, without overlays, as the schema has it; raises ConfigError."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
     require_project()
-    try:
-        return OmegaConf.load(PARAMS)
-    except YAMLError as error:
-        raise broken_yaml(error) from None
+    text = read_params()
+    with told("params.yaml cannot be used", PARAMS, kind=ConfigError):
+        try:
+            return OmegaConf.merge(OmegaConf.structured(Pipeline), OmegaConf.create(text))
+        except YAMLError as error:
+            raise broken_yaml(error) from None
 
 
 def model_of_params() -> Path:
@@ -326,7 +338,8 @@ def start_dvc(folder: Path = Path()) -> None:
     top = git("rev-parse", "--show-toplevel", folder=folder)
     how = ["--no-scm"] if top is None else [] if Path(top.strip()) == folder.resolve() else ["--subdir"]
     command = [sys.executable, "-m", "dvc", "init", "--quiet", *how]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    quiet = {**os.environ, "DVC_NO_ANALYTICS": "1"}  # the project's own .dvc/config says so, once it is there
+    done = subprocess.run(command, cwd=folder, env=quiet, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SafetrainError("DVC could not be set up.", where=str(folder.resolve()), got=done.stderr.strip())
 

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.formatting import RUN, in_hydra_quotes, print_text
-from safetrain.core.params_file import left_behind, require_same
+from safetrain.core.params_file import left_behind, read_params, require_same
 from safetrain.core.ranges import LIST, check_ranges, describe_allowed, is_text, keys_of
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.results import settle
@@ -99,6 +99,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     if not Path("params.yaml").is_file():
         do = "go to the project's root, or make a project here: safetrain init"
         raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
+    read_params()  # what no reader of YAML can take
     conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
     overrides = [_for_hydra(word) for word in words if word != f"{OVERLAY}=null"]
     try:
@@ -106,7 +107,7 @@ def composed(words: Sequence[str]) -> DictConfig:
             return compose("config", overrides=overrides)
     except yaml.YAMLError as error:
         raise broken_yaml(error) from None
-    except (HydraException, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise config_error(error) from None
 
 

@@ -73,10 +73,14 @@ class EngineError(TrainingError):
     """mlx failed: out of memory, or a fault of the device."""
 
 
-class DiskFullError(SafetrainError):
-    """The disk had no space for a file."""
+class DiskError(SafetrainError):
+    """The system could not read or write a file."""
 
     exit_code = 8
+
+
+class DiskFullError(DiskError):
+    """The disk had no space for a file."""
 
 
 # The remedy for a full disk, where a checkpoint may exist

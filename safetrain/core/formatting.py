@@ -58,6 +58,8 @@ def printable(text: str) -> str:
 def print_text(text: str, stream: TextIO | None = None) -> None:
     """Print on stdout, or on ``stream``. On a terminal, long lines break between words and keep their indentation."""
     out, lines = stream or sys.stdout, printable(text).split("\n")
+    if out is None:  # closed
+        return
     if out.isatty():
         width = shutil.get_terminal_size().columns
         lines = [_wrapped(line, width) if len(line) > width else line for line in lines]

@@ -2,8 +2,8 @@
 
 import fcntl
 import os
+import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,14 @@ from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import MAC_CACHE
 
 FOLDER_LOCK = ".training.lock"
+SHARED = Path("/tmp")
+OPENED = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe in its place does not block
 TRAINING = "Another training run is in progress on this machine"
 PROBE_SECONDS = 0.2  # longer than a probe by is_locked takes
 
 
 def lock_path(platform: str = sys.platform) -> Path:
-    """Return this user's lock file: in ``$SAFETRAIN_LOCK_DIR``, or the system's folder for such files.
+    """Return this user's lock file: in ``$SAFETRAIN_LOCK_DIR``, or the system's folder for such files, or /tmp.
 
     No other variable is used: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     On macOS, files in $TMPDIR are removed after three days without access (confstr(3)).
@@ -27,7 +29,7 @@ def lock_path(platform: str = sys.platform) -> Path:
     if platform == "darwin":
         folder = Path.home() / MAC_CACHE
     elif not os.access(folder, os.W_OK):
-        folder = Path(tempfile.gettempdir())
+        folder = SHARED
     return Path(os.environ.get("SAFETRAIN_LOCK_DIR") or folder) / f"safetrain-{os.getuid()}-default.lock"
 
 
@@ -56,7 +58,7 @@ def is_locked(output: Path) -> bool:
 def is_held(path: Path) -> bool:
     """Whether a process holds this lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | OPENED)
     except OSError:
         return False
     try:
@@ -73,11 +75,14 @@ def locked(path: Path, what: str = TRAINING) -> Iterator[int]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:  # writable, as network file systems require
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPENED, 0o600)
     except OSError as error:
-        what, do = "The lock of this user's training runs cannot be acquired.", "remove that file"
-        raise MachineError(what, where=str(path), got=os.strerror(error.errno or 0), do=do) from None
+        if not os.path.lexists(path):  # the folder is at fault
+            raise
+        raise _not_ours(path, os.strerror(error.errno or 0)) from None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _not_ours(path, "no regular file")
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
             raise _running(path, what)
         os.ftruncate(descriptor, 0)
@@ -87,9 +92,17 @@ def locked(path: Path, what: str = TRAINING) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _not_ours(path: Path, got: str) -> MachineError:
+    what = "The lock of this user's training runs cannot be acquired."
+    return MachineError(what, where=str(path), got=got, do="remove that file")
+
+
 def _running(path: Path, what: str = TRAINING) -> AlreadyRunningError:
     """The error that names the process whose number is in the lock's file."""
-    holder = path.read_text(encoding="ascii", errors="replace")[:32].strip() or "unknown"
+    with path.open("rb") as file:
+        holder = file.read(20).decode("ascii", "replace").strip()
+    if not holder.isdecimal():  # it will be pasted into a shell
+        return AlreadyRunningError(f"{what}.", where=str(path), do="wait until it ends")
     do = f"wait until it ends; or stop it (it saves its state): kill {holder}"
     return AlreadyRunningError(f"{what} (process {holder}).", where=str(path), do=do)
 

@@ -23,6 +23,7 @@ from safetrain.core.storage.files import read_or_none, write_atomic, write_recor
 
 PARAMS = Path("params.yaml")
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # text that YAML reads without quotes
+ALIAS, MOST_ALIASES = re.compile(r"(?<![\w*])\*\w"), 20
 RECORD, RUN_LOCK = Path(".dvc/tmp/safetrain_run.json"), Path(".dvc/tmp/safetrain_run.lock")
 
 
@@ -36,8 +37,16 @@ class LentParams:
 
 
 def read_params() -> str:
-    """The text of params.yaml, with its own line ends."""
-    return PARAMS.read_bytes().decode("utf-8")
+    """The text of params.yaml, with its own line ends; raises ConfigError if it cannot be read as YAML at all."""
+    try:
+        text = PARAMS.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError("params.yaml is not UTF-8.", where=f"params.yaml:{line}", do="save it as UTF-8") from None
+    if len(ALIAS.findall(text)) > MOST_ALIASES:  # each could double what there is
+        do = "write the values themselves"
+        raise ConfigError(f"params.yaml has more than {MOST_ALIASES} YAML aliases.", where="params.yaml", do=do)
+    return text
 
 
 def write_params(text: str) -> None:
@@ -123,6 +132,8 @@ def values_in(text: str) -> dict[str, Any]:
 
     try:
         sections = OmegaConf.to_container(OmegaConf.create(text))
+    except RecursionError:
+        raise ConfigError("params.yaml is nested too deeply.", where="params.yaml") from None
     except YAMLError as error:
         if mark := getattr(error, "problem_mark", None):
             mark.name = str(PARAMS)

@@ -6,10 +6,8 @@ writes into unfinished; its outs replace the last ones when all are complete, an
 """
 
 import errno
-import os
 import shutil
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,16 @@ from pathlib import Path
 from safetrain.core.lock import is_locked
 from safetrain.core.records.run_state import RunState
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL, json_object, read_or_none, write_atomic, write_folder, write_record
+from safetrain.core.storage.files import (
+    DISK_FULL,
+    json_object,
+    link_file,
+    link_files,
+    read_or_none,
+    write_atomic,
+    write_folder,
+    write_record,
+)
 
 TRAINED = tuple(path.name for path in (paths.ADAPTERS, paths.METRICS_CSV, paths.METRICS_JSON, paths.SUMMARY))
 # Outs that describe each other, one entry for each stage: they are kept and put back together.
@@ -113,18 +120,6 @@ def _link(source: Path, target: Path) -> None:
     if _is_same(source, target):
         return
     if source.is_dir():
-        write_folder(target, partial(_link_files, source))
+        write_folder(target, partial(link_files, source))
     else:
-        write_atomic(target, partial(_link_file, source))
-
-
-def _link_files(source: Path, target: Path) -> None:
-    for file in source.iterdir():
-        _link_file(file, target / file.name)
-
-
-def _link_file(source: Path, target: Path) -> None:
-    with suppress(OSError):
-        os.link(source.resolve(), target)  # DVC may have made the source a symbolic link
-        return
-    shutil.copy2(source, target)
+        write_atomic(target, partial(link_file, source))

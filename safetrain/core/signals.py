@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun, SafetrainError
+from safetrain.core.errors import FREE_AND_CONTINUE, DiskError, DiskFullError, InterruptedRun, SafetrainError
 from safetrain.core.formatting import print_text
 from safetrain.core.storage.files import DISK_FULL, with_traceback
 
@@ -42,14 +42,18 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def user_error_of(error: BaseException) -> SafetrainError | None:
-    """The error in words that a user can act on; None for a bug."""
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what, where = f"No permission: {error.strerror}.", str(error.filename or "")
-        return SafetrainError(what, where=where, do="choose another folder")
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        where = str(error.filename or Path.cwd())
+    """The error in words that a user can act on; None for a bug. The system's own have their traceback as cause."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return error if isinstance(error, SafetrainError) else None
+    where = str(error.filename or Path.cwd())
+    if error.errno in DISK_FULL:
         return DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
-    return error if isinstance(error, SafetrainError) else None
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return SafetrainError(f"No permission: {error.strerror}.", where=where, do="choose another folder")
+    do = "the same command continues. If it fails again, copy your files to another disk and check this one"
+    told = DiskError(f"A file could not be read or written: {error.strerror}.", where=where, do=do)
+    told.__cause__ = error
+    return told
 
 
 class StopRequest:

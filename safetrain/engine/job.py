@@ -1,6 +1,7 @@
 """A training job and everything read before mlx loads: model headers, rows, predicted memory."""
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Job(TrainJob):
     files: ModelFiles
     output: Path = paths.OUTPUT  # checkpoints and training_state.json
     adapters: Path = paths.BEST_ADAPTER  # the best adapter so far
+    kept: Path | None = None  # has the same checkpoints, where DVC may delete ``output``
 
     @property
     def bits_per_byte_of_nat(self) -> float:
@@ -72,7 +74,10 @@ def load_job(asked: TrainJob) -> Job:
         raise ConfigError(what, where=settings.from_adapter or "train.from_adapter=null", do=do)
     digests = starting_point(files.fingerprint, start), rows.train_digest, rows.valid_digest
     identity = RunIdentity(*digests, identity_of(settings), order_fingerprint())
-    job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files)
+    kept = paths.kept_runs(Path.cwd())
+    if kept is not None:
+        kept /= hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+    job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files, kept=kept)
     if settings.max_steps is None:
         return job
     sample = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))

@@ -18,7 +18,14 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.terms import MOST_SHARDS, most_shards_of_whole
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.run_state import KEPT_BESIDE, checkpoints_in, discard_run, remove_half_written
+from safetrain.core.records.run_state import (
+    KEPT_BESIDE,
+    checkpoints_in,
+    discard_run,
+    mirror,
+    remove_half_written,
+    remove_old,
+)
 from safetrain.core.records.schema import DPO, PRETRAIN
 from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
 from safetrain.core.storage.paths import UNFINISHED
@@ -154,6 +161,10 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watch
     """Load the unfinished run's state, or remove what older runs left and start with a fresh one."""
     for folder in (job.output, job.output / UNFINISHED):
         remove_half_written(folder)
+    if job.kept is not None:
+        remove_old(job.kept.parent)
+        if not checkpoints_in(job.output):
+            mirror(job.kept, job.output)
     state = load_checkpoint(job, model, optimizer, watcher.say)
     if state is None:
         discard_run(job.output)

@@ -8,6 +8,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +23,21 @@ from safetrain.core.records.run_state import (
     checkpoint_bytes,
     checkpoints_in,
     fault_of,
+    mirror,
     name_of,
     set_aside,
     to_prune,
     write_manifest,
 )
-from safetrain.core.storage.files import append_after, read_or_none, sha256_of, write_folder, write_json, write_record
+from safetrain.core.storage.files import (
+    append_after,
+    read_or_none,
+    remove_folder,
+    sha256_of,
+    write_folder,
+    write_json,
+    write_record,
+)
 from safetrain.core.storage.paths import HISTORY, POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
@@ -103,7 +113,9 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
     write_record(job.output / POINTER, RunState(False, final.name, state.step, job.identity))
     for folder in to_prune(job.output, job.keep_checkpoints, state.best_step):
         if folder != final:
-            shutil.rmtree(folder)
+            remove_folder(folder)
+    if job.kept is not None:
+        mirror(job.output, job.kept)
 
 
 def best_file(job: Job, state: TrainState) -> Path | None:
@@ -115,8 +127,9 @@ def best_file(job: Job, state: TrainState) -> Path | None:
     if not state.best_sha256:
         return None
     for path in (adapter, *(checkpoint.folder / BEST_FILE for checkpoint in checkpoints_in(job.output))):
-        if path.is_file() and sha256_of(path) == state.best_sha256:
-            return path
+        with suppress(OSError):  # a disk that cannot read this copy
+            if path.is_file() and sha256_of(path) == state.best_sha256:
+                return path
     raise TrainingError(
         f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint has a copy.",
         where=str(adapter),

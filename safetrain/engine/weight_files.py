@@ -33,6 +33,7 @@ from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.loading import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+PROBE_BYTES = 2**20  # written after a failure, to learn why
 SHARD_BYTES = 2**29  # size of one weight file, held in memory while it is written
 
 
@@ -46,7 +47,11 @@ def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> N
     except RuntimeError as error:
         if "Unable to write" not in str(error):
             raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        path.unlink(missing_ok=True)
+        path.write_bytes(b"\0" * PROBE_BYTES)  # raises the reason, such as a quota
+        is_full = shutil.disk_usage(path.parent).free < sum(array.nbytes for array in arrays.values())
+        number = errno.ENOSPC if is_full else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:

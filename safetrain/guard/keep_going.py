@@ -26,13 +26,13 @@ from safetrain.core.records.schema import LOWER_RATE, WHOLE, rows_together
 from safetrain.core.records.settings import Recommendation, Rung, TrainJob, TrainSettings
 from safetrain.core.results import is_complete, publish
 from safetrain.core.storage.files import read_or_none, write_record
-from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED
+from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED, kept_runs
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
 from safetrain.guard.process import Ending, WatchSettings, limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
-REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # the training process itself explains these causes
+REPORTED = ("stopped", "refused", "bad_update", "disk_full", "disk_error")  # explained by the training process
 REPAIR_ROWS = (
     f"the same command stops here again. Repair the rows of this step or set {LOWER_RATE}, then 'safetrain discard'; "
     "or allow a jump of the loss with a larger train.max_loss_jump"
@@ -103,6 +103,8 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
 
 def command_again() -> str:
     """Return the command that the user typed to start this run."""
+    if kept_runs(Path.cwd()) is not None:
+        return "the same experiment (dvc exp run with --queue or --temp)"
     if RUN not in os.environ and os.environ.get("DVC_STAGE"):
         return _dvc_command()
     stage = ["python", "-m", "stages.train"] if Path("stages/train.py").is_file() else ["safetrain", "stage", "train"]

@@ -139,15 +139,10 @@ def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, command: str, **known: Any
 ) -> PostMortem:
     """Return the verdict as a record; ``known`` are its fields about exit code and ranks."""
-    checkpoint, remarks = None, tuple[str, ...]()
-    try:
-        checkpoint = None if is_finished(output) else newest_whole(output)
-    except OSError as error:  # a failing disk must not prevent the verdict
-        remarks = (f"the checkpoints cannot be read: {error.strerror}",)
+    checkpoint = None if is_finished(output) else newest_whole(output)
     return PostMortem(
         cause=cause.name,
-        evidence=(*cause.evidence, *remarks),
-        **{name: getattr(cause, name) for name in ("title", "confidence", "is_memory", "advice")},
+        **{name: getattr(cause, name) for name in ("evidence", "title", "confidence", "is_memory", "advice")},
         phase=last.phase_label if last is not None else Phase.START.label,
         **vars(last.work if last is not None else NO_WORK),
         footprint_bytes=footprint,

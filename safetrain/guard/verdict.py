@@ -19,6 +19,7 @@ NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not
 LITTLE_LEFT = 0.03  # share of the machine's memory; with less, it counts as full
 LAST_LINES = 20  # lines of stderr that are evidence; earlier ones were not the reason
 CRASHES = (SIGSEGV, SIGBUS, SIGABRT)
+CHECK_DISK = "copy your files to another disk, and check this one: it may be failing"
 SSH_FAILED = 255  # ssh(1), exit status
 JOIN_TIMEOUT = re.compile(r"Timeout \(\d+:\d\d:\d\d\)!")  # faulthandler, armed where ranks join (engine/ranks.py)
 CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
@@ -112,6 +113,9 @@ def _reported(ending: Ending) -> Cause | None:
             return Cause("bad_update", "an update had bad numbers and was not applied", CONFIRMED, first)
         case "DiskFullError":
             return Cause("disk_full", "the disk is full", CONFIRMED, first, advice="free some space first")
+        case "DiskError":
+            where = tuple(failed.message.splitlines()[:2])
+            return Cause("disk_error", "a file could not be read or written", CONFIRMED, where, advice=CHECK_DISK)
     return Cause("refused", "training cannot use this model, data or settings", CONFIRMED, first)
 
 

@@ -1,6 +1,7 @@
 """A result is whole or absent, one training runs at a time, and what is told of errors, paths and counts reads well."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.errors import AlreadyRunningError, EngineError, MachineError, ModelError, SafetrainError
+from safetrain.core.errors import (
+    AlreadyRunningError,
+    DiskError,
+    DiskFullError,
+    EngineError,
+    MachineError,
+    ModelError,
+    SafetrainError,
+)
 from safetrain.core.lock import lock_path, require_no_training, training_lock
 from safetrain.core.records.run_state import (
     MANIFEST,
@@ -20,7 +29,15 @@ from safetrain.core.records.run_state import (
     to_prune,
     write_manifest,
 )
-from safetrain.core.storage.files import cache_directory, keep_text, with_traceback, write_atomic, write_json
+from safetrain.core.signals import user_error_of
+from safetrain.core.storage.files import (
+    cache_directory,
+    keep_text,
+    with_traceback,
+    write_atomic,
+    write_folder,
+    write_json,
+)
 from safetrain.core.storage.paths import ERROR, FLIGHT
 
 
@@ -99,6 +116,39 @@ def test_what_somebody_else_put_under_the_lock_s_name_is_refused_and_not_written
     with pytest.raises(MachineError, match="lock"), training_lock(tmp_path):
         pass
     assert precious.read_text() == "thesis"
+    (tmp_path / ".training.lock").unlink()
+    os.mkfifo(tmp_path / ".training.lock")
+    with pytest.raises(MachineError, match="no regular file"), training_lock(tmp_path):
+        pass
+
+
+def test_only_a_number_from_the_lock_is_printed_to_be_pasted(tmp_path: Path) -> None:
+    lock = tmp_path / ".training.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for content, said in (("123; rm -rf ~", "wait until it ends"), ("123", "kill 123")):
+            lock.write_text(content)
+            with pytest.raises(AlreadyRunningError) as refused:
+                require_no_training(tmp_path)
+            assert said in str(refused.value)
+            assert "rm" not in str(refused.value)
+
+
+def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "other disk" / "adapters"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "old").write_text("old")
+    (tmp_path / "adapters").symlink_to(elsewhere)
+    write_folder(tmp_path / "adapters", lambda folder: (folder / "new").write_text("new") and None)
+    assert (tmp_path / "adapters").is_symlink()
+    assert [file.name for file in elsewhere.iterdir()] == ["new"]
+
+
+def test_an_error_of_the_system_is_told_in_words_with_its_file(tmp_path: Path) -> None:
+    for number, kind in ((errno.EIO, DiskError), (errno.ENAMETOOLONG, DiskError), (errno.EDQUOT, DiskFullError)):
+        told = user_error_of(OSError(number, os.strerror(number), "weights"))
+        assert type(told) is kind
+        assert told.where == "weights"
 
 
 def translated(*, understood: bool = False) -> SafetrainError:

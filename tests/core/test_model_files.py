@@ -215,7 +215,7 @@ def test_an_unknown_architecture_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot plan the architecture mamba2"):
         read_model_plan(path)
     path.write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="config.json cannot be used: no 'hidden_size'"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be used: no 'hidden_size'"):
         read_model_plan(path)
 
 

@@ -108,11 +108,18 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def unreadable(file: Path) -> None:
+    """A read of it fails, as on a disk that cannot read its sectors."""
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "weights with a flipped bit": ("adapters.safetensors", flip),
     "no best weights": ("best.safetensors", Path.unlink),
     "half of the state": ("state.json", cut),
     "no manifest": (MANIFEST, Path.unlink),
+    "weights that cannot be read": ("adapters.safetensors", unreadable),
 }
 
 

@@ -220,7 +220,8 @@ def _require_possible(size: str, number: int) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that mlx-lm loads; raises ModelError if the index names missing files."""
-    paths, index = sorted(folder.glob("model*.safetensors")), folder / "model.safetensors.index.json"
+    paths = sorted(path for path in folder.glob("model*.safetensors") if path.is_file())  # no pipe, which never ends
+    index = folder / "model.safetensors.index.json"
     names = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(names - {path.name for path in paths}):
         what = f"The model is not fully downloaded: {len(missing)} of {len(names)} weight files are missing."

@@ -7,15 +7,26 @@ import dataclasses
 import json
 import re
 import shutil
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none, sha256_of, write_json
+from safetrain.core.storage.files import (
+    link_files,
+    read_or_none,
+    remove_folder,
+    sha256_of,
+    write_atomic,
+    write_folder,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 KEPT_BESIDE = 2  # in addition to train.keep_checkpoints: the best checkpoint, and the one that is being written
+KEPT_SECONDS = 7 * 24 * 3600.0
 TEXT_BYTES = 2**20  # of a checkpoint: state.json, manifest and the headers of weight files
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
@@ -114,12 +125,14 @@ def write_manifest(folder: Path) -> None:
 
 
 def fault_of(folder: Path) -> str:
-    """Say what is wrong with a checkpoint; empty if it is intact. Raises OSError if the disk fails."""
+    """Say what is wrong with a checkpoint, such as a disk that cannot read it; empty if it is intact."""
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         changed = [name for name, proof in expected.items() if _proof(folder / name) != proof]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return f"{changed[0]} has different contents" if changed else ""
@@ -128,7 +141,8 @@ def fault_of(folder: Path) -> str:
 def set_aside(checkpoint: Checkpoint) -> Path:
     """Rename a damaged checkpoint, so that nothing reads it, replacing an older damaged one; returns its new path."""
     target = checkpoint.folder.with_name(paths.DAMAGED + checkpoint.folder.name)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():
+        remove_folder(target)
     checkpoint.folder.rename(target)
     return target
 
@@ -141,6 +155,27 @@ def newest_whole(output: Path) -> Checkpoint | None:
 def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
     """List the checkpoint folders to delete: all except the newest ``keep`` and the best step's."""
     return [checkpoint.folder for checkpoint in checkpoints_in(output)[keep:] if checkpoint.step != best_step]
+
+
+def mirror(source: Path, target: Path) -> None:
+    """Give ``target`` the checkpoints of ``source``, no others, and what a resume needs beside them."""
+    for name in (paths.HISTORY, paths.LADDER):
+        if (source / name).is_file():
+            write_atomic(target / name, partial(shutil.copyfile, source / name))
+    names = {checkpoint.folder.name for checkpoint in checkpoints_in(source)}
+    for name in names:
+        if not (target / name).exists():
+            write_folder(target / name, partial(link_files, source / name))
+    for checkpoint in checkpoints_in(target):
+        if checkpoint.folder.name not in names:
+            remove_folder(checkpoint.folder)
+
+
+def remove_old(kept: Path) -> None:
+    """Remove what experiments have kept in ``kept`` that have not been trained for a week."""
+    for folder in kept.iterdir() if kept.is_dir() else ():
+        if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(folder)
 
 
 def _proof(file: Path) -> dict[str, object]:
@@ -157,10 +192,7 @@ def remove_half_written(output: Path) -> None:
         if not own.exists() and any(old.iterdir()):
             old.rename(own)
     for path in (path for pattern in paths.HALF_WRITTEN for path in output.glob(pattern)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove_folder(path)
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
@@ -174,7 +206,7 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     remove_half_written(output)
     checkpoints = list(output.glob(paths.CHECKPOINTS))
     for folder in [*checkpoints, *(output.glob(paths.DAMAGED + paths.CHECKPOINTS) if damaged_too else ())]:
-        shutil.rmtree(folder)
+        remove_folder(folder)
     for name in (paths.BAD_UPDATES, paths.UNFINISHED):
         shutil.rmtree(output / name, ignore_errors=True)
     return len(checkpoints)

@@ -28,6 +28,7 @@ Kind = TypeVar("Kind")
 
 LFS_POINTER = b"version https://git-lfs"  # start of a file whose content Git LFS has not fetched
 FETCH_LFS = "run 'git lfs install && git lfs pull' in the repository that holds the file"
+PLAIN_KINDS: dict[Any, Any] = {str: str, bool: bool, int: int, float: (int, float)}  # of a record's fields
 SPARE_BYTES = 2**20  # stay free on the disk
 MOST_JSON_BYTES = 2**26  # of a model's JSON; the index of the largest models has 10 MB
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the disk, or no quota left
@@ -65,7 +66,11 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``."""
+    """Call ``write(temporary)`` with an empty folder, flush it to the disk, and rename it to ``path``.
+
+    A link stays a link: the folder that it names is replaced.
+    """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=path.parent, prefix=f".{path.name}-", suffix=".partial", ignore_cleanup_errors=True
@@ -136,6 +141,7 @@ def replace_directory(temporary: Path, final: Path) -> None:
     """Flush ``temporary`` to the disk and rename it to ``final``, replacing an older folder."""
     for path in [*sorted(temporary.rglob("*")), temporary]:
         _fsync(path)
+    final = final.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         doomed = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}-old-"))
@@ -145,6 +151,28 @@ def replace_directory(temporary: Path, final: Path) -> None:
     else:
         temporary.replace(final)
     _fsync(final.parent)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make hard links to the files of the folder ``source`` in the folder ``target``."""
+    for file in source.iterdir():
+        link_file(file, target / file.name)
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where the file system has none."""
+    with contextlib.suppress(OSError):
+        os.link(source.resolve(), target)  # DVC may have made the source a symbolic link
+        return
+    shutil.copy2(source, target)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a file, a link, or a folder with all in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _fsync(path: Path) -> None:
@@ -160,13 +188,17 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
     """Flush a file or folder to the medium itself; raises OSError if the disk fails.
 
     On macOS fsync(2) only reaches the drive's cache, which may be lost or reordered; F_FULLFSYNC (``full_flush``)
-    reaches the medium. Some file systems have only fsync.
+    reaches the medium. Some file systems have only fsync, and some cannot flush a folder.
     """
     with contextlib.suppress(OSError):
         if full_flush is not None:
             fcntl.fcntl(descriptor, full_flush)
             return
-    os.fsync(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def write_record(path: Path, record: Any) -> None:
@@ -216,13 +248,20 @@ def from_json(kind: type[Kind], value: Any) -> Kind:
 
 
 def _field(kind: Any, value: Any) -> Any:
-    """Make a tuple from a list and a dataclass from an object; other values stay."""
+    """Make a tuple from a list and a dataclass from an object; raises TypeError for a value of another type."""
     inside = get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):  # one type or None
         return None if value is None else _field(inside[0], value)
     if get_origin(kind) is tuple:
-        return tuple(_field(inside[0], item) for item in value)
-    return from_json(kind, value) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else value
+        items = value if isinstance(value, list) else [value]  # which is none of these types
+        kinds = inside[:1] * len(items) if inside[-1] is Ellipsis else inside
+        return tuple(_field(one, item) for one, item in zip(kinds, items, strict=True))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return from_json(kind, value)
+    is_kind = isinstance(value, PLAIN_KINDS[kind]) if kind in PLAIN_KINDS else True
+    if not is_kind or (isinstance(value, bool) and kind in (int, float)):
+        raise TypeError(f"{str(value)[:60]!r} is no {kind.__name__}")
+    return value
 
 
 def sha256_of(file: Path) -> str:

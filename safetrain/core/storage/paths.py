@@ -31,6 +31,16 @@ LADDER = "memory_ladder.json"
 REPLACED = ".*-old-*"  # an old folder during its replacement (files.replace_directory)
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
+TEMPORARY, KEPT_RUNS = (".dvc", "tmp", "exps"), Path(".dvc/tmp/safetrain")
+
+
+def kept_runs(project: Path) -> Path | None:
+    """Where a queued or temporary experiment keeps its checkpoints, by its folder ``project``; None for a plain run.
+
+    DVC runs such an experiment in a copy of the project below TEMPORARY, and deletes that when a stage fails.
+    """
+    places = (place for place in project.parents if place.parts[-3:] == TEMPORARY)
+    return next((place.parents[2] / KEPT_RUNS for place in places), None)
 
 
 def shipped(name: str) -> Path:

@@ -28,6 +28,7 @@ PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 REGEX = "fix_mistral_regex"  # set to False by transformers if a tokenizer of Mistral may be wrong
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
+MOST_ADDED = 2**17  # characters that a template adds to a chat, of which it may write everything twice
 MOST_TEXT = 2**23  # characters of a row: about two million tokens, for which the tokenizer needs 1.6 GiB
 
 
@@ -68,8 +69,8 @@ class ChatTemplate:
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             with limited():
                 text = str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
-            if len(text) > MOST_TEXT:
-                raise TemplateError(f"it writes {len(text):,} characters")
+            if len(text) > MOST_ADDED and len(text) - MOST_ADDED > 2 * len(str((messages, tools))):
+                raise MemoryError
             text.encode()
             return text
         except (MemoryError, TimeoutError) as error:
