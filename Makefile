@@ -14,11 +14,12 @@ BACKEND ?= $(or $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.in
 ifeq (,$(filter $(BACKEND),$(BACKENDS)))
 $(error BACKEND is one of $(BACKENDS), not '$(BACKEND)')
 endif
+CALLERS := $(VIRTUAL_ENV)
 BIN     := $(CURDIR)/.venv/bin
 STAMP   := .venv/.installed-$(BACKEND)
 DEV     := .venv/.dev
-# A stamp holds the folder that the environment was made in: moved elsewhere, its programs do not start.
-ifneq ($(CURDIR),$(shell cat $(STAMP) 2>/dev/null))
+# A stamp holds the folder that the environment was made in: moved elsewhere, or without its Python, nothing starts.
+ifneq ($(CURDIR),$(shell .venv/bin/python -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null))
 .PHONY: $(STAMP) $(DEV)
 endif
 # For what the tools start themselves. The recipes name their tools by path: make 3.81, which macOS has, looks a simple
@@ -28,7 +29,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONPATH PYTHONHOME
 
 run: $(STAMP)
-	@"$(BIN)/safetrain" run
+	@$(if $(CALLERS),,env -u VIRTUAL_ENV) "$(BIN)/safetrain" run
 
 test: lint
 	@"$(BIN)/python" -m pytest

@@ -15,7 +15,7 @@ from safetrain.cli_models import ask, chat, convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
 from safetrain.cli_watch import monitor, report, track
-from safetrain.core.errors import SafetrainError
+from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import print_text
 from safetrain.core.params_file import PARAMS, left_behind
 from safetrain.core.results import settle
@@ -37,6 +37,12 @@ COMMANDS = {
 
 class Commands(TyperGroup):
     """Exit like the stages on SIGTERM, and quietly when stdout is closed, as in `… | head`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; the word that comes to mind first is none."""
+        if args[:1] == ["train"]:
+            raise ConfigError("There is no command train.", do="safetrain run")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and flush its output."""
@@ -80,7 +86,9 @@ for panel, commands in COMMANDS.items():
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
             text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
-            app.command(command.__name__.rstrip("_"), rich_help_panel=panel, help=text)(command)  # rejoined lines
+            settings = {**HELP, "ignore_unknown_options": command in (run, set_)}  # they say what a value looks like
+            name = command.__name__.rstrip("_")
+            app.command(name, rich_help_panel=panel, help=text, context_settings=settings)(command)  # rejoined lines
 app.command(hidden=True)(stage)  # dvc.yaml of a project calls it
 
 

@@ -92,7 +92,9 @@ def preflight(
 
 
 def estimate(
-    model: Annotated[Path | None, Argument(help="model folder, config.json or preset; default: model.path")] = None,
+    model: Annotated[
+        Path | None, Argument(help="model folder, config.json, preset or hub:OWNER/NAME; default: model.path")
+    ] = None,
     machine: Annotated[str | None, Option(help="a machine of conf/machines.yaml, e.g. m1-8gb")] = None,
     memory_gb: Annotated[float | None, Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
     batch_size: Annotated[int, Option(min=1, help="rows in a micro-batch")] = 1,
@@ -104,7 +106,8 @@ def estimate(
 ) -> None:
     """Estimate memory, for this machine or another.
 
-    Exit 1: training does not fit. The command reads no weights. The presets are those of model.create.
+    Exit 1: training does not fit. The command reads no weights; of a model on the Hub it fetches config.json alone.
+    The presets are those of model.create.
     """
     from safetrain.core.records.schema import rows_together
     from safetrain.plan import estimate as estimates

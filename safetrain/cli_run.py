@@ -1,6 +1,7 @@
 """The commands of `safetrain` that train or explain a run: run, set, runs, result, diagnose and discard."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
-from safetrain.core.formatting import RUN, counted, print_text, run_again
+from safetrain.core.formatting import RUN, counted, print_text, run_again, similar_path
 from safetrain.core.lock import locked, require_no_training
 from safetrain.core.params_file import (
     PARAMS,
@@ -28,6 +29,8 @@ from safetrain.core.params_file import (
 from safetrain.core.storage import paths
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -182,7 +185,8 @@ def _existing(paths_given: dict[str, str | None]) -> dict[str, str]:
     given = {key: value for key, value in paths_given.items() if value is not None}
     for key, value in given.items():
         if not Path(value).exists() and FROM_HUB.fullmatch(value) is None:
-            raise ConfigError(f"--{key.partition('.')[0]} names a path that does not exist.", where=value)
+            what, do = f"--{key.partition('.')[0]} names a path that does not exist.", _instead(key, value)
+            raise ConfigError(what, where=value, do=do)
     if not PARAMS.is_file() and given:
         if given.keys() != paths_given.keys():
             do = "name both --data and --model, or make a project: safetrain init"
@@ -194,6 +198,14 @@ def _existing(paths_given: dict[str, str | None]) -> dict[str, str]:
             kind, folder = (DATA_SET, "data") if key == "data.path" else ("", "models")
             given[key] = str(fetch(kind + on_hub[1], Path(folder)))
     return given
+
+
+def _instead(key: str, value: str) -> str:
+    """What may have been meant by a path that does not exist."""
+    folder = Path("data" if key == "data.path" else "models")
+    if hint := similar_path(Path(value)) or similar_path(folder / Path(value).name):
+        return hint
+    return f"for the Hub: hub:{value}" if HUB_NAME.fullmatch(value) else f"correct the path; here is {Path.cwd()}"
 
 
 def runs(

@@ -27,7 +27,7 @@ from typer import Argument, Option
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.foreign import told
 from safetrain.core.formatting import print_text
-from safetrain.core.params_file import PARAMS, read_params, with_value
+from safetrain.core.params_file import PARAMS, read_params, values_in, with_value
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
@@ -286,12 +286,15 @@ def update_project() -> list[str]:
         text = _with_own_values(original, mine) if name == str(PARAMS) and mine else original
         if mine == text:
             continue
-        if not mine or _digest(mine) == before.files.get(name):
+        is_same = name == str(PARAMS) and mine and values_in(mine) == values_in(text)  # DVC writes null as nothing
+        if not mine or is_same or _digest(mine) == before.files.get(name):
             write_text(path, text)
             lines.append(f"{name}: updated")
         elif _digest(original) != before.files.get(name):
             write_text(Path(f"{name}.new"), text)
-            lines.append(f"{name}: you have changed it; the new version is {name}.new:")
+            lines.append(
+                f"{name}: you have changed it; the new version is {name}.new (to take it: mv {name}.new {name}):"
+            )
             lines += unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", n=0, lineterm="")
     now = _program(texts, example=before.example)
     write_record(PROGRAM, now)

@@ -122,7 +122,8 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     assert (project / "dvc.yaml").read_text().endswith("# newer\n")
     assert (project / "README.md").read_text() == "my own"
     assert (project / "README.md.new").read_text() == "# Newer\n"
-    assert {"README.md: you have changed it; the new version is README.md.new:", "-my own", "+# Newer"} <= set(lines)
+    changed = "README.md: you have changed it; to take the new version: mv README.md.new README.md"
+    assert {changed, "-my own", "+# Newer"} <= set(lines)
     assert "+  added: 1 # new" in lines
     merged = yaml.safe_load((project / "params.yaml.new").read_text())["train"]
     assert (merged["seed"], merged["added"]) == (7, 1)

@@ -21,6 +21,9 @@ for other in .venv/.installed-*; do
     fi
 done
 
+# Its Python may be gone, after an upgrade of the system's.
+[ ! -d .venv ] || .venv/bin/python -c '' 2>/dev/null || rm -rf .venv
+
 # Its programs name the folder that the environment was made in.
 if [ -e .venv/bin/safetrain ] && ! grep -qF "$here/.venv/" .venv/bin/safetrain; then
     say "Removing .venv, which was made in another folder ..."

@@ -67,14 +67,15 @@ def print_text(text: str, stream: TextIO | None = None) -> None:
 
 
 def _wrapped(line: str, width: int) -> str:
-    margin = " " * (len(line) - len(line.lstrip()))
+    columns = list(re.finditer(r" {2,}", line[:40]))  # of a table, or the indentation
+    margin = " " * (columns[-1].end() if columns else 0)
     return textwrap.fill(line, width, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False)
 
 
 def similar_path(path: Path) -> str:
     """A hint such as ``did you mean data/example?`` for a missing path; empty if no path next to it is similar."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, 1)
+    near = difflib.get_close_matches(path.name, names, 1, cutoff=0.7)
     return f"did you mean {path.parent / near[0]}?" if near else ""
 
 

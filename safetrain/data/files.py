@@ -70,7 +70,8 @@ def _rows(path: Path) -> Iterator[Placed]:
         return _columnar_rows(path, head)
     start = head.decode(encoding, errors="replace").lstrip()
     first, _, rest = start.partition("\n")
-    if start.startswith("{") and rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
+    is_open = first.rstrip().endswith(("{", "[", ",", ":")) and not first.rstrip().endswith("},")
+    if start.startswith("{") and rest.strip() and is_open:
         what = "The first JSON object does not end on its line: it is cut off, or spans several lines."
         raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH)
     if start.startswith("["):
@@ -112,6 +113,8 @@ def _start(path: Path) -> tuple[bytes, str]:
     elif BINARY.match(head) or (not is_wide and len(CONTROLS.findall(head)) > max(8, len(head) // 20)):
         what = "a binary file, an archive, or UTF-16 text without a byte order mark"
         do = "unpack it, or export its rows as JSON lines or CSV in UTF-8"
+        if head.startswith(b"PK") and b"xl/" in head:
+            what, do = "an Excel file", "save it as CSV (UTF-8)"
     else:
         return head, "utf-16" if is_wide else "utf-8-sig"
     expected = "rows as JSON, CSV, TSV, Parquet or Arrow"

@@ -29,9 +29,10 @@ from safetrain.data.rows import (
 )
 
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
-QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
-ASKING, CONTEXTS = QUESTIONS[:5], ("input", "context")  # keys not in ASKING: questions only if an answer is there
-ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
+ASKING = ("instruction", "prompt", "question", "query", "problem", "pergunta")
+QUESTIONS = (*ASKING, "input", "user", "human", "source")  # keys not in ASKING: questions only if an answer is there
+CONTEXTS = ("input", "context")
+ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target", "resposta")
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
@@ -67,8 +68,13 @@ NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the r
 
 
 def named_columns(words: Iterable[str]) -> Columns | None:
-    """Read the words of --columns, such as ``prompt=frage``; None without any. Raises ConfigError."""
-    return checked_columns(dict(word.partition("=")[::2] for word in words) or None)
+    """Read the words of --columns, such as ``prompt=frage`` or ``{prompt: frage}``; None without any.
+
+    Raises ConfigError.
+    """
+    pairs = [pair for word in words for pair in (word.strip("{} ").split(",") if word.startswith("{") else [word])]
+    divided = (pair.partition(":" if ":" in pair and "=" not in pair else "=")[::2] for pair in pairs)
+    return checked_columns({part.strip(): key.strip() for part, key in divided} or None)
 
 
 def checked_columns(columns: object) -> Columns | None:
@@ -86,8 +92,8 @@ def checked_columns(columns: object) -> Columns | None:
 def _look_at(columns: Columns) -> str:
     """The remedy: a setting with which the row can be read, for params.yaml or the command line."""
     keys = ", ".join(f"{part}: {shown(key)}" for part, key in columns.items())
-    do = "leave these rows out (--fix OUT.jsonl --drop-bad), or for all rows, set in params.yaml or in the command:"
-    return f"{do}\n{'':12}'data.columns={{{keys}}}'"
+    do = f"for all rows: safetrain set 'data.columns={{{keys}}}' (safetrain validate takes the braces as --columns);"
+    return f"{do}\n{'':12}or leave these rows out (--fix OUT.jsonl --drop-bad)"
 
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
@@ -98,7 +104,7 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
         return value
     if not isinstance(value, dict):
         raise RowError(f"a row must be a JSON object, not {kind(value)}", do=AS_OBJECTS)
-    value = _decoded(value, columns)
+    value = _decoded(value if columns else _in_small_letters(value), columns)
     if columns is None and len(value) == 1 and "messages" in value:
         return _row_of(value, {})
     keys = columns or _usual_columns(value)
@@ -107,6 +113,14 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     ignored = sorted(shown(key) for key, item in value.items() if key not in used and item not in EMPTY)
     renamed = ", ".join(f"{shown(key)} -> {part}" for part, key in keys.items() if key != part or part == "input")
     return replace(row, ignored_keys=tuple(ignored), taken=renamed)
+
+
+def _in_small_letters(value: dict[str, Any]) -> dict[str, Any]:
+    """The row with its usual keys as they are usually written: spreadsheets have Question and ANSWER."""
+    small = {
+        key: name for key in value if (name := key.casefold()) in (*KNOWN_KEYS, *NOT_ANSWERS) and name not in value
+    }
+    return {small.get(key, key): item for key, item in value.items()} if small else value
 
 
 def _decoded(value: dict[str, Any], columns: Columns | None) -> dict[str, Any]:
@@ -200,7 +214,12 @@ def _turn_lists(value: dict[str, Any]) -> list[str]:
 def _contents(item: object) -> list[str]:
     """The texts of a list of turns, or the one text."""
     turns = item if isinstance(item, list) else [{"content": item}]
-    return [_plain(turn.get("content", turn.get("value"))) for turn in turns if isinstance(turn, dict)]
+    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict)]
+    pieces = [content if isinstance(content, list) else [content] for content in contents]  # or parts with texts
+    each = [
+        piece.get("text", piece.get("value")) if isinstance(piece, dict) else piece for part in pieces for piece in part
+    ]
+    return [_plain(text) for text in each]
 
 
 def _refuse_two_ways(value: dict[str, Any], columns: Columns) -> None:

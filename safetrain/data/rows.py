@@ -91,6 +91,8 @@ def said_of(error: ValueError | RecursionError) -> str:
     rest, hint = error.doc[error.pos : error.pos + MOST_SHOWN].lstrip(), ""
     if not rest or error.msg.startswith("Unterminated"):
         hint = " (it is cut off here; JSON lines need one object per line)"
+    elif error.msg == "Extra data" and rest == ",":
+        hint = " (a comma ends the line: remove it)"
     elif rest.startswith(("'", "None", "True", "False")):
         hint = " (this is how Python prints it: write the file with json.dumps)"
     return f"not valid JSON: {error.msg.removesuffix(' at')}{hint}"

@@ -6,7 +6,7 @@ The rules are tried in order, the strongest evidence first.
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGTERM, Signals
+from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, Signals
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.system import CRITICAL, OWN_LIMIT, WARNING
@@ -108,7 +108,8 @@ def _reported(ending: Ending) -> Cause | None:
     match failed.kind:
         case "InterruptedRun":
             by_hand = failed.exit_code == 128 + SIGINT
-            return Cause("stopped", "you stopped it with Ctrl-C" if by_hand else "SIGTERM stopped it", CONFIRMED, first)
+            by_whom = "the terminal was closed" if ending.signal_passed_on == SIGHUP else "SIGTERM stopped it"
+            return Cause("stopped", "you stopped it with Ctrl-C" if by_hand else by_whom, CONFIRMED, first)
         case "BadUpdateError":
             return Cause("bad_update", "an update had bad numbers and was not applied", CONFIRMED, first)
         case "DiskFullError":

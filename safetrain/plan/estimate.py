@@ -17,9 +17,11 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
 from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
+from safetrain.plan.hub import fetched_config
 from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+HUB = "hub:"  # before a Hub ID
 DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
 
@@ -66,12 +68,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
             got=f"weights of {size(run.model.static_bytes)}",
             do="safetrain preflight preflight.level=certify, which makes a dry run",
         )
-    quantized, note = run.but(dequantize_base=False), ""
-    if not run.fits and quantized.fits:  # as recommend_config would plan it
-        run, note = quantized, ", base left quantized (dequantized, it does not fit)"
-    on_disk = run.cheapest.but(stream_base=True)
-    if not run.but(batch_size=1).cheapest.fits and run.settings.method not in WHOLE and on_disk.fits:
-        run, note = on_disk, ", base on disk (in memory, it does not fit)"
+    run, note = as_planned(run)
     settings = run.settings
     rank = f" rank {settings.lora.rank}" if settings.method not in WHOLE else ""
     shape = f"{settings.batch_size} x {settings.max_seq_length} tokens"
@@ -88,7 +85,8 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     for name, size_bytes in sizes.items():
         table.add_row(name, size(size_bytes), style="bold" if name in ("predicted peak of mlx", "needed") else None)
     console.print(table)
-    console.print("it fits" if run.fits else "it does not fit", style="bold green" if run.fits else "bold red")
+    verdict = "it fits" if run.fits else "it may fit: a dry run decides" if run.may_fit else "it does not fit"
+    console.print(verdict, style="bold red" if not run.may_fit else "bold green" if run.fits else "bold yellow")
     if settings.stream_base:
         step, speed = read_bytes(run, run.micro_batch), DISK_BYTES_PER_SECOND
         reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly overlapped with computation"
@@ -100,7 +98,25 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":
         console.print("(closed form; its terms for GPUs are derived, not measured)", style="dim")
-    return run.fits
+    return run.may_fit
+
+
+def as_planned(run: Estimate) -> tuple[Estimate, str]:
+    """The first way that fits of those that recommend_config tries, else the smallest that may; and what it changes."""
+    quantized, recomputed = {"dequantize_base": False}, {"gradient_checkpointing": True}
+    ways = [
+        (run, ""),
+        (run.but(**quantized), ", base left quantized (dequantized, it does not fit)"),
+        (run.but(**recomputed), ", blocks recomputed (else it does not fit)"),
+        (run.cheapest, ", base left quantized and blocks recomputed (else it does not fit)"),
+    ]
+    on_disk = (
+        []
+        if run.settings.method in WHOLE
+        else [(run.cheapest.but(stream_base=True), ", base on disk (in memory, it does not fit)")]
+    )
+    fitting = [way for way in [*ways, *on_disk] if way[0].fits]
+    return next(iter([*fitting, *(way for way in (*reversed(ways), *on_disk) if way[0].may_fit), ways[0]]))
 
 
 def _print_model(console: Console, run: Estimate) -> None:
@@ -123,10 +139,12 @@ def _table(console: Console, title: str, *columns: str) -> Table:
 
 
 def model_to_estimate(name: Path) -> ModelFiles:
-    """The model of a folder or config.json, or one that model.create would make from a preset of this name.
+    """The model of a folder or config.json, of ``hub:OWNER/NAME``, or one that model.create makes from a preset.
 
-    Raises ModelError for any other name.
+    Of a model on the Hub, only config.json is fetched. Raises ModelError for any other name.
     """
+    if str(name).startswith(HUB):
+        return model_of_config(fetched_config(str(name).removeprefix(HUB)), name)
     if str(name) in PRESETS and not name.exists():
         return model_of_config(config_of(PRESETS[str(name)], OWN_IDS), name)
     return read_model_plan(name)

@@ -6,13 +6,15 @@ A download checks the disk space first, and leaves a complete folder or none.
 import hashlib
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
-from safetrain.core.storage.files import require_room, write_text
+from safetrain.core.storage.files import json_object, require_room, write_text
 
 DATA_SET = "datasets/"  # as in the Hub's addresses
 HUB_ID = re.compile(rf"({DATA_SET})?[\w.-]+/[\w.-]+")
@@ -32,11 +34,7 @@ def fetch(hub_id: str, into: Path) -> Path:
     Raises ModelError if the Hub does not have it or cannot be reached, or if a file differs from the Hub's;
     DiskFullError if the disk is too small.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-
-    if HUB_ID.fullmatch(hub_id) is None:
-        raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name, or datasets/owner/name")
+    _require_id(hub_id)
     target = into / hub_id.rpartition("/")[2]
     if target.exists():
         if (found := hub_id_of(target)) != hub_id:
@@ -46,18 +44,44 @@ def fetch(hub_id: str, into: Path) -> Path:
         require_whole(target, hub_id)
         return target
     partial = into / f".{hub_id.replace('/', '--')}.partial"
-    try:
+    with _told(hub_id, f"; the download continues. Offline, copy the folder from another machine into {into}"):
         _download(hub_id, partial)
-    except (OSError, HTTPError) as error:
-        raise ModelError(
-            f"The download of {hub_id} did not finish: {_reason(error)}",
-            where=constants.ENDPOINT,
-            do="check the internet connection and the name (for a gated model: hf auth login), then run the same "
-            f"command again; the download continues. Offline, copy the folder from another machine into {into}",
-        ) from error
     require_whole(partial, hub_id)
     partial.replace(target)
     return target
+
+
+@contextmanager
+def _told(hub_id: str, then: str = "") -> Iterator[None]:
+    """Turn an error of the Hub or of the network into ModelError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except (OSError, HTTPError) as error:
+        do = "check the internet connection and the name (for a gated model: hf auth login), then run the same command "
+        what = f"The download of {hub_id} did not finish: {_reason(error)}"
+        raise ModelError(what, where=constants.ENDPOINT, do=f"{do}again{then}") from error
+
+
+def fetched_config(hub_id: str) -> dict[str, Any]:
+    """config.json of a model on the Hub, and nothing else of it; raises ModelError."""
+    from huggingface_hub import hf_hub_download
+
+    _require_id(hub_id)
+    with _told(hub_id), tempfile.TemporaryDirectory() as scratch:
+        config = json_object(Path(hf_hub_download(hub_id, "config.json", local_dir=scratch)))
+    if not config:
+        raise ModelError(
+            f"config.json of {hub_id} is empty, or not a JSON object.", do="use a model that mlx-lm supports"
+        )
+    return config
+
+
+def _require_id(hub_id: str) -> None:
+    if HUB_ID.fullmatch(hub_id) is None:
+        raise ModelError(f"{hub_id!r} is not a Hub ID.", expected="owner/name, or datasets/owner/name")
 
 
 def require_whole(folder: Path, hub_id: str) -> None:

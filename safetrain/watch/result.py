@@ -14,11 +14,11 @@ from safetrain.core.formatting import (
     counted,
     duration_text,
     printable,
-    rows_text,
     run_again,
     size_text,
     written_again,
 )
+from safetrain.core.lock import is_locked
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import (
@@ -34,6 +34,7 @@ from safetrain.core.records.evaluation import (
 )
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
+from safetrain.core.records.run_state import checkpoints_in
 from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
@@ -49,9 +50,9 @@ Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or
 def describe_result(run: Run) -> str:
     """Describe the result for a terminal; raises ConfigError without an evaluated run."""
     summary, scores = _measured(run)
-    rows, spent = rows_text(summary.train_rows, summary.method), duration_text(summary.elapsed_seconds)
+    rows, spent = coverage_of(summary).partition(";")[0], duration_text(summary.elapsed_seconds)
     steps = counted(summary.steps, "step")
-    headline = f"Trained {steps} on {rows} in {spent}, learning rate {summary.learning_rate:g}."
+    headline = f"Trained {steps} on {rows}, in {spent}; learning rate {summary.learning_rate:g}."
     lines = ["", headline, *filter(None, [run.newer_run]), *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
@@ -84,8 +85,18 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     if any(name in (str(paths.SUMMARY), str(paths.EVALUATION)) for name, _ in run.unreadable):
         raise ConfigError("The results of this run cannot be read.", got=damage, do=written_again())
     if run.summary is None:
-        do = "repeat the command that started it, such as 'safetrain run': it continues"
-        raise ConfigError("This run has not finished.", where=str(paths.SUMMARY), got=damage, do=do)
+        what, do = "Nothing has been trained here yet.", "safetrain run"
+        if is_locked(paths.OUTPUT):
+            what, do = "This run is still training.", "watch it: safetrain monitor"
+        elif checkpoints_in(paths.OUTPUT):
+            what = "This run has not finished."
+            do = "repeat the command that started it, such as 'safetrain run': it continues"
+        elif Path("dvc.lock").is_file():
+            what, do = (
+                "The results of the last run are not here.",
+                "safetrain run brings them back, or makes them again",
+            )
+        raise ConfigError(what, where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout': dvc checkout"
     raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)

@@ -205,7 +205,7 @@ def tar() -> bytes:
 
 @pytest.mark.parametrize(("content", "what", "do"), [
     (gzip.compress(tar(), mtime=0), "an archive", "unpack it"),
-    (archive("xl/workbook.xml"), "an archive", "CSV in UTF-8"),
+    (archive("xl/workbook.xml"), "an Excel file", "CSV (UTF-8)"),
     (SAFETENSORS, "a binary file", "unpack it"),
     (pickle.dumps(ROWS), "a binary file", "unpack it"),
     (b"%PDF-1.7\n", "a binary file", "as JSON lines or CSV"),

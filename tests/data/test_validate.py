@@ -110,7 +110,8 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "'data.columns={prompt: frage, completion: antwort}'\n" in refused.stdout
+    assert "'data.columns={prompt: frage, completion: antwort}' (" in refused.stdout
+    assert run(path, "--columns", "{prompt: frage, completion: antwort}").exit_code == 0  # as in params.yaml
     options = "--columns prompt=frage --columns completion=antwort"
     assert run(path, *options.split()).exit_code == 0
     without = run(path, "--fix", str(into))

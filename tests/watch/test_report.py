@@ -207,7 +207,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
     done = CliRunner().invoke(app, ["result"], catch_exceptions=False)
     for line in (
-        f"Trained {UPDATES} steps on 1,656 rows in 30 s, learning rate 0.005.",
+        f"Trained {UPDATES} steps on 1,656 rows, seen 0.07 times on average, in 30 s; learning rate 0.005.",
         "Exact match on 9 test questions: base 10.0 %, tuned 10.0 %.",
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25 (95 %, 9 rows).",
         'Next:  safetrain ask "Why?" --base',
@@ -254,7 +254,7 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
         assert "has not been evaluated" in str(failed)
     assert "'safetrain run' measures it" in unmeasured(read_run())
     paths.SUMMARY.unlink()
-    assert "This run has not finished" in str(CliRunner().invoke(app, ["result"]).exception)
+    assert "Nothing has been trained here yet" in str(CliRunner().invoke(app, ["result"]).exception)
 
 
 @pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run"])

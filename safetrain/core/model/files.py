@@ -307,7 +307,7 @@ def _no_model(path: Path) -> ModelError:
         return _without("This file is not a model folder.", path)
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
     if not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", ".."):
-        do = f"safetrain fetch {path}, then use its folder: models/{path.name}"
+        do = f"safetrain fetch {path}, then use its folder: models/{path.name}; before: safetrain estimate hub:{path}"
     return ModelError("The model folder does not exist.", where=str(path), do=similar_path(path) or do)
 
 
