@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.formatting import with_python
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
 from safetrain.core.storage.files import require_room, write_text
 
@@ -20,6 +21,7 @@ LICENSE_PATTERNS = ["README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LICENSE_PATTERNS]
 DATA_PATTERNS = ["*.json*", "*.csv*", "*.tsv*", "*.parquet", "*.arrow", "*.txt*"]
 SPARE_BYTES = 2**30  # as a reserve
+HF_AUTH = with_python("huggingface_hub.cli.hf auth")
 FREE = "free some disk space, or choose another folder with --into"
 
 
@@ -52,7 +54,7 @@ def fetch(hub_id: str, into: Path) -> Path:
         raise ModelError(
             f"The download of {hub_id} did not finish: {_reason(error)}",
             where=constants.ENDPOINT,
-            do="check the internet connection and the name (for a gated model: hf auth login), then run the same "
+            do=f"check the internet connection and the name (for a gated model: {HF_AUTH} login), then run the same "
             f"command again; the download continues. Offline, copy the folder from another machine into {into}",
         ) from error
     require_whole(partial, hub_id)
@@ -128,7 +130,7 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
     if HUB_ID.fullmatch(hub_id) is None or hub_id.startswith(DATA_SET):
         raise ConfigError(f"{hub_id!r} is not the Hub ID of a model.", expected="owner/name")
     if get_token() is None:
-        raise ConfigError("You are not logged in to the Hugging Face Hub.", do="hf auth login")
+        raise ConfigError("You are not logged in to the Hugging Face Hub.", do=f"{HF_AUTH} login")
     try:
         is_new = not HfApi().repo_exists(hub_id)
         is_private = private if is_new else HfApi().model_info(hub_id).private
@@ -136,7 +138,7 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
         address = HfApi().create_repo(hub_id, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
     except (OSError, HTTPError) as error:
-        do = "check the internet connection, and that your login may write there: hf auth whoami; then run this again"
+        do = f"check the internet connection, and that your login may write there: {HF_AUTH} whoami; then try again"
         what = f"The upload failed: {_reason(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=do) from error
     return str(address)
