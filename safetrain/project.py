@@ -349,7 +349,8 @@ def _commit(folder: Path, names: list[str]) -> str:
     git("add", "--", *names, folder=folder)
     command = ["-m", "A safetrain project", "--", *names]
     done = git(*identity(folder), "commit", "--quiet", *command, folder=folder)
-    return "Git could not commit: run git commit" if done is None else ""
+    again = shlex.join(["git", "-C", str(folder), "commit"])
+    return f"Git could not commit: run {again}" if done is None else ""
 
 
 def git(*words: str, folder: Path = Path(), index: str = "") -> str | None:
