@@ -1,6 +1,7 @@
 """Commands of `safetrain` that write a model or an adapter, or talk with a model (ask and chat)."""
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def fetch(
 
     is_data = hub_id.startswith(hub.DATA_SET)
     folder = hub.fetch(hub_id, into or Path("data" if is_data else "models"))
-    todo = f"check it: safetrain validate {folder}; then" if is_data else "to use it,"
+    todo = f"check it: safetrain validate {shlex.quote(str(folder))}; then" if is_data else "to use it,"
     print_text(f"{folder} is complete; {todo} set {'data' if is_data else 'model'}.path: {folder} in params.yaml")
 
 
@@ -93,7 +94,7 @@ def fuse(
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
     share = f"keeps {100 * report.kept:.1f} % of the improvement"
     print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}")
-    print_text(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
+    print_text(f"Ask it: safetrain chat --base --model {shlex.quote(str(out))}; any MLX program opens it too")
     try:
         remarks = write_card(out, adapter, job.base, read_run())
         print_text("\n  ".join([f"Wrote the model card {out / CARD}; read it before you share it.", *remarks]))
@@ -188,7 +189,8 @@ def export_gguf(
     with still_working(f"writing and measuring {out}"):
         report = export_gguf(job, kind.value, print_text)
     print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}")
-    print_text(f"Ask it: llama-cli -m {out}, or a Modelfile with FROM {out} and ollama create NAME -f Modelfile")
+    modelfile = f"a Modelfile with FROM {out} and ollama create NAME -f Modelfile"
+    print_text(f"Ask it: llama-cli -m {shlex.quote(str(out))}, or {modelfile}")
 
 
 def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0) -> "ExportJob":

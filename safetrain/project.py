@@ -292,9 +292,7 @@ def update_project() -> list[str]:
             lines.append(f"{name}: updated")
         elif _digest(original) != before.files.get(name):
             write_text(Path(f"{name}.new"), text)
-            lines.append(
-                f"{name}: you have changed it; the new version is {name}.new (to take it: mv {name}.new {name}):"
-            )
+            lines.append(f"{name}: you have changed it; to take the new version: mv {name}.new {name}")
             lines += unified_diff(mine.splitlines(), text.splitlines(), name, f"{name}.new", n=0, lineterm="")
     now = _program(texts, example=before.example)
     write_record(PROGRAM, now)
@@ -352,7 +350,8 @@ def _commit(folder: Path, names: list[str]) -> str:
     git("add", "--", *names, folder=folder)
     command = ["-m", "A safetrain project", "--", *names]
     done = git(*identity(folder), "commit", "--quiet", *command, folder=folder)
-    return "Git could not commit: run git commit" if done is None else ""
+    again = shlex.join(["git", "-C", str(folder), "commit"])
+    return f"Git could not commit: run {again}" if done is None else ""
 
 
 def git(*words: str, folder: Path = Path(), index: str = "") -> str | None:

@@ -37,15 +37,15 @@ COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes 
 HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
 STAGE = "DVC_STAGE"  # environment variable of DVC
 BY_HAND = "DVC has not recorded this stage, which ran by hand; 'safetrain run' runs all and records them."
-USAGE = """python -m stages.STAGE [KEY=VALUE …]
+USAGE = """safetrain stage STAGE [KEY=VALUE …]
 
 Values come from params.yaml, whose comments give the allowed values; the current ones are below. dvc.yaml lists
 the keys that each stage reads. KEY=VALUE sets one for this run; experiment=minimal and experiment=smoke set several.
---cfg job shows the values and runs nothing.
+safetrain stage STAGE -- --cfg job shows the values and runs nothing.
 
 Examples:
-  python -m stages.validate_data data.path=data/mine.csv 'data.columns={prompt: frage, completion: antwort}'
-  python -m stages.train experiment=smoke train.seed=7
+  safetrain stage validate_data data.path=data/mine.csv 'data.columns={prompt: frage, completion: antwort}'
+  safetrain stage train experiment=smoke train.seed=7
 """
 ConfigStore.instance().store(name="schema", node=Pipeline)
 

@@ -76,7 +76,7 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(tuned: Callabl
         invoke("fuse", "out", "--bits", "7")
     told = invoke("fuse", "out", "--may-lose", "30")
     assert [
-        said for said in ("on 9 validation rows", "8 bits", "mlx_lm.generate --model out") if said not in told
+        said for said in ("on 9 validation rows", "8 bits", "safetrain chat --base --model out;") if said not in told
     ] == []
     assert read_model_files(tmp_path / "out").quantization_bits == 8
     assert "keeps" in (tmp_path / "out" / "README.md").read_text()

@@ -83,7 +83,7 @@ def understood(words: list[str]) -> None:
 def our_own(words: list[str]) -> None:
     """Fails where `safetrain` has no such command, or the command no such option."""
     command: Any = typer.main.get_command(app)
-    while hasattr(command, "get_command"):
+    while words and hasattr(command, "get_command"):
         found = command.get_command(typer.Context(command), words[0])
         assert found is not None, f"no command {words[0]}"
         command, words = found, words[1:]

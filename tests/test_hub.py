@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-import shutil
-import sys
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +23,7 @@ from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelEr
 from safetrain.core.model.files import read_model_files
 from safetrain.core.storage import paths
 from safetrain.data.folders import data_files_of
-from safetrain.plan.hub import fetch
+from safetrain.plan.hub import HF_AUTH, fetch
 from safetrain.watch.result import write_card
 from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
@@ -254,14 +254,13 @@ def test_what_is_no_hub_id_is_told_before_anything(tmp_path: Path, hub_id: str) 
 
 
 def test_a_gated_model_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the one command that huggingface-hub installs."""
     from huggingface_hub.errors import GatedRepoError
 
     refusal = GatedRepoError("401", response=Mock(headers={}))
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=refusal))
-    with pytest.raises(ModelError, match="for a gated model: hf auth login"):
+    with pytest.raises(ModelError, match=r"for a gated model: \S+ -m huggingface_hub\.cli\.hf auth login"):
         fetch("owner/name", tmp_path)
-    assert shutil.which("hf", path=str(Path(sys.executable).parent))
+    assert subprocess.run([*shlex.split(HF_AUTH), "login", "--help"], capture_output=True, check=False).returncode == 0
 
 
 def test_data_on_the_hub_is_fetched_once_and_its_folder_written_into_params(
@@ -299,7 +298,7 @@ def test_a_push_shows_what_it_sends_asks_and_is_private(
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create := Mock(return_value="https://hub/me/tuned"))
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(ConfigError, match=r"not logged in[^$]*do: +hf auth login"):
+    with pytest.raises(ConfigError, match=r"not logged in[^$]*do: +\S+ -m huggingface_hub\.cli\.hf auth login"):
         CliRunner().invoke(app, ["push", "me/tuned"], catch_exceptions=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_secret")
     assert "adapters.safetensors" in (said := push(answer="n\n"))
@@ -317,5 +316,5 @@ def test_a_push_shows_what_it_sends_asks_and_is_private(
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(return_value=SimpleNamespace(private=False)))
     assert "to the existing public repository me/tuned" in push(answer="n\n")
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", Mock(side_effect=OSError("403 Forbidden")))
-    with pytest.raises(ModelError, match=r"The upload failed: 403 Forbidden[^$]*hf auth whoami"):
+    with pytest.raises(ModelError, match=r"The upload failed: 403 Forbidden[^$]*\.hf auth whoami"):
         CliRunner().invoke(app, ["push", "me/tuned", "--yes"], catch_exceptions=False)

@@ -26,7 +26,7 @@ def main() -> None:
     """Gather the pages, and build."""
     zensical = Path(sys.executable).with_name("zensical")
     if not zensical.is_file():
-        sys.exit("error: zensical is not installed\n  do:       make setup")
+        sys.exit("error: zensical is not installed\n  do:       make docs")
     gather()
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run(

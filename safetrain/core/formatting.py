@@ -1,6 +1,7 @@
 """Numbers, texts and commands as people read them."""
 
 import difflib
+import importlib.util
 import os
 import re
 import shlex
@@ -99,12 +100,19 @@ def written_again() -> str:
     return f"{update}'safetrain run'"
 
 
+def with_python(module: str) -> str:
+    """Return the start of a package's own command: an installed safetrain has no other program on the PATH."""
+    return f"{shlex.quote(sys.executable)} -m {module}"
+
+
 def install_extra(name: str) -> str:
-    """Return the command that adds an optional package to a clone's environment, or to an installed program's."""
-    if shipped("constraints.txt").is_file():
-        return f"pip install -e '.[{name}]' -c constraints.txt"
-    python = shlex.quote(sys.executable)
-    return f"uv pip install --python {python} {name} (without uv: {python} -m pip install {name})"
+    """Return the command that adds an optional package to this environment; one that uv has made has no pip."""
+    pinned = shipped("constraints.txt")  # only a clone has it
+    which = shlex.join(["-e", f"{pinned.parent}[{name}]", "-c", str(pinned)]) if pinned.is_file() else name
+    if importlib.util.find_spec("pip"):
+        return f"{with_python('pip')} install {which}"
+    first = "" if shutil.which("uv") else "install uv (docs.astral.sh/uv), then: "
+    return f"{first}uv pip install --python {shlex.quote(sys.executable)} {which}"
 
 
 def run_again() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, broken_yaml
-from safetrain.core.formatting import RUN
+from safetrain.core.formatting import RUN, with_python
 from safetrain.core.lock import is_held
 from safetrain.core.signals import handling
 from safetrain.core.storage.files import read_or_none, write_atomic, write_record
@@ -121,7 +121,10 @@ def require_same(before: Any, after: Any, stage: str) -> None:
     changed = [name for name in names if OmegaConf.select(before, name) != OmegaConf.select(after, name)]
     if changed:
         what = f"{', '.join(changed)} changed in params.yaml while {stage} ran; its result has the earlier values."
-        do = f"to keep it, set them back and run: dvc commit -f {stage}; to run with the new values: safetrain run"
+        do = "run the same command again"
+        if not RECORD.is_file():  # after a run with values of its own, params.yaml loses them
+            keep = f"to keep it, set them back and run: {with_python('dvc')} commit -f {stage}"
+            do = f"{keep}; to run with the new values: safetrain run"
         raise ConfigError(what, where="params.yaml", do=do)
 
 

@@ -11,13 +11,13 @@ from safetrain.core.storage import paths
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
-REINSTALL = "install safetrain again; in a clone: make clean && make"
+REINSTALL = "install safetrain again; in a clone: make clean && make BACKEND=NAME, with the backend of this machine"
 CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "PACKAGES": REINSTALL,
     "HW-RAM": "close other programs, or raise the memory limit of the container or shell",
     "HW-GPU": REINSTALL,
     "CPU-BLAS": REINSTALL,
-    "ENV-ULIMIT": "ulimit -v unlimited; ulimit -d unlimited",
+    "ENV-ULIMIT": "remove the limit from your profile or job script, and start a new terminal",
     "ENV-SWAP": "close other programs: training that swaps is ten times slower",
     "MODEL-FILES": "",
     "DATA-FILES": f"see {paths.DATA_REPORT}",

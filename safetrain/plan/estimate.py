@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from safetrain.core.errors import ModelError
+from safetrain.core.formatting import override
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.estimate import MARGIN, read_bytes, require_trainable, with_margin
 from safetrain.core.memory.terms import trained_parameters
@@ -66,7 +67,8 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         raise ModelError(
             f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
             got=f"weights of {size(run.model.static_bytes)}",
-            do="safetrain preflight preflight.level=certify, which makes a dry run",
+            do=f"safetrain preflight preflight.level=certify {override('model.path', run.model.folder)}, "
+            "which makes a dry run",
         )
     run, note = as_planned(run)
     settings = run.settings

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.formatting import with_python
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
 from safetrain.core.storage.files import json_object, require_room, write_text
 
@@ -22,6 +23,7 @@ LICENSE_PATTERNS = ["README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LICENSE_PATTERNS]
 DATA_PATTERNS = ["*.json*", "*.csv*", "*.tsv*", "*.parquet", "*.arrow", "*.txt*"]
 SPARE_BYTES = 2**30  # as a reserve
+HF_AUTH = with_python("huggingface_hub.cli.hf auth")
 FREE = "free some disk space, or choose another folder with --into"
 
 
@@ -60,7 +62,7 @@ def _told(hub_id: str, then: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, HTTPError) as error:
-        do = "check the internet connection and the name (for a gated model: hf auth login), then run the same command "
+        do = f"check the internet connection and the name (for a gated model: {HF_AUTH} login), then run the same command "
         what = f"The download of {hub_id} did not finish: {_reason(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=f"{do}again{then}") from error
 
@@ -152,7 +154,7 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
     if HUB_ID.fullmatch(hub_id) is None or hub_id.startswith(DATA_SET):
         raise ConfigError(f"{hub_id!r} is not the Hub ID of a model.", expected="owner/name")
     if get_token() is None:
-        raise ConfigError("You are not logged in to the Hugging Face Hub.", do="hf auth login")
+        raise ConfigError("You are not logged in to the Hugging Face Hub.", do=f"{HF_AUTH} login")
     try:
         is_new = not HfApi().repo_exists(hub_id)
         is_private = private if is_new else HfApi().model_info(hub_id).private
@@ -160,7 +162,7 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
         address = HfApi().create_repo(hub_id, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
     except (OSError, HTTPError) as error:
-        do = "check the internet connection, and that your login may write there: hf auth whoami; then run this again"
+        do = f"check the internet connection, and that your login may write there: {HF_AUTH} whoami; then try again"
         what = f"The upload failed: {_reason(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=do) from error
     return str(address)

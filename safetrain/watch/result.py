@@ -58,7 +58,7 @@ def describe_result(run: Run) -> str:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     sample = next((each for each in scores.samples if _can_be_typed(each.question)), next(iter(scores.samples), None))
     texts = [describe_sample(sample.question, sample.base, sample.tuned)] if sample else []
-    commands = _next(sample, run.data, summary.method)
+    commands = _next(sample, run.data, summary)
     listed = [f"{line:<45} # {note}" if note else line for line, note in commands]
     return "\n".join([*lines, *(["", *texts] if texts else []), "", "Next:  " + "\n       ".join(listed)])
 
@@ -98,21 +98,22 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
             )
         raise ConfigError(what, where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
-    do = f"{MEASURE}; after 'git checkout': dvc checkout"
+    do = f"{MEASURE}; after 'git checkout' it brings the results back from DVC's cache"
     raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
 
 
-def _next(sample: Sample | None, data: DataReport | None, method: str) -> list[tuple[str, str]]:
+def _next(sample: Sample | None, data: DataReport | None, summary: TrainingSummary) -> list[tuple[str, str]]:
     """Return commands to run next, each with its purpose."""
     must_activate = Path(".venv/bin/activate").is_file() and "VIRTUAL_ENV" not in os.environ
     lines = [("source .venv/bin/activate", "")] if must_activate else []
-    if method == PRETRAIN:
+    if summary.method == PRETRAIN:
         lines += [('safetrain ask "The "', "it continues a text")]
-        fuse, change = ("safetrain fuse models/mine", "then set model.path to it"), "train.max_steps=…"
+        fuse = "safetrain fuse models/mine", "then set model.path to it"
+        change = f"train.max_steps={2 * summary.steps}"
     else:
         question = sample.question if sample and _can_be_typed(sample.question) else "..."
         lines += [(f'safetrain ask "{question}" --base', ""), ("safetrain chat --compare", "talk with both models")]
-        change = "train.beta=0.2" if method in PAIRED else "train.learning_rate=2e-3"
+        change = "train.beta=0.2" if summary.method in PAIRED else "train.learning_rate=2e-3"
         fuse = "safetrain fuse fused", "merge adapter into base"
     lines += [("safetrain report", "a page with everything"), fuse]
     lines += [(f"{run_again()} {change}", "another run"), ("safetrain runs", "compare the runs")]
@@ -297,7 +298,8 @@ def _kind_of(folder: Path) -> str:
     if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
         return "mlx"
     expected = "a folder from 'safetrain fuse' or 'safetrain export', or an adapter folder"
-    raise ConfigError("This folder has no model.", where=str(folder), expected=expected, do="safetrain fuse OUT")
+    do = "safetrain fuse OUT" if paths.SUMMARY.is_file() else f"train first: {MEASURE}"
+    raise ConfigError("This folder has no model.", where=str(folder), expected=expected, do=do)
 
 
 def _reports(folder: Path, kind: str) -> list[ExportReport | None]:

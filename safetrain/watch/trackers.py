@@ -5,13 +5,14 @@ The training process is not involved.
 
 import importlib.util
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, install_extra
+from safetrain.core.formatting import counted, install_extra, with_python
 from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.core.storage import paths
 from safetrain.watch.run_folder import Run
@@ -48,12 +49,13 @@ def export(run: Run, project: str = "", name: str = "") -> str:
         for record in run.steps:
             sent.log({**_known(asdict(record)), "_timestamp": began + record.elapsed_seconds}, step=record.step)
         sent.summary.update(results)
-        where = f"{sent.settings.sync_dir}; to the server: wandb sync {sent.settings.sync_dir}"
+        sync = f"{with_python('wandb')} sync {shlex.quote(sent.settings.sync_dir)}"
+        where = f"{sent.settings.sync_dir}; to the server: {sync}"
         where = where if sent.offline else sent.url
         sent.finish()
         wandb.teardown()  # finish does not wait until everything is written
     except wandb.errors.Error as error:
-        do = "run 'wandb login'; without an account, set WANDB_MODE=offline"
+        do = f"log in: {with_python('wandb')} login; without an account, set WANDB_MODE=offline"
         raise ConfigError(f"W&B refused the run: {error}", do=do) from error
     return f"{counted(len(run.steps), 'step')} and {counted(len(results), 'result')} sent to W&B: {where}"
 

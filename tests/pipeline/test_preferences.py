@@ -46,7 +46,7 @@ def test_a_run_on_pairs_counts_pairs_and_shows_which_answers_are_preferred(works
     for part in (
         f"training on {pairs} pairs: 16 x 1 rows per update (two rows are a pair), {summary['steps']} updates",
         f"enough for {pairs} pairs", "16 rows per update (8 pairs)", " · valid 0.6931 · accuracy 0.0 % · margin 0",
-        f"Trained {summary["steps"]} steps on {pairs} pairs, ", "nats per pair: better by", "train.beta=0.2",
+        f"Trained {summary['steps']} steps on {pairs} pairs, ", "nats per pair: better by", "train.beta=0.2",
     ):  # fmt: skip
         assert part in said, part
     assert "The chosen answer is preferred in " in workspace.cli("result")

@@ -56,10 +56,10 @@ def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: 
     assert (done.returncode, done.stderr) == (0, "")
     assert "near_duplicate_similarity: 0.8" in done.stdout
     assert "Hydra" not in done.stdout
-    first, second = (line for line in done.stdout.splitlines() if line.startswith("  python -m stages."))
+    first, second = (line for line in done.stdout.splitlines() if line.startswith("  safetrain stage "))
     for example in (first, second):
         words = shlex.split(example)
-        assert workspace.stage(words[2].removeprefix("stages."), *words[3:], "--cfg", "job").returncode == 0
+        assert workspace.run(*words, "--", "--cfg", "job").returncode == 0
 
 
 NAMES = (

@@ -54,7 +54,7 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (330 * 2**20, 330 * 2**20)),
     )  # fmt: skip
     assert (limited.returncode, "HW-RAM" in limited.stderr) == (1, True)
-    assert "ulimit -d unlimited" in limited.stdout
+    assert "ulimit -d is 330.0 MiB" in limited.stdout
 
 
 def test_what_comes_nowhere_near_fitting_fails_and_a_typo_is_told(workspace: Workspace) -> None:

@@ -107,7 +107,10 @@ def test_each_folder_is_known(project: Path, kind: str) -> None:
     data = ModelCard(card(folder)[0]).data
     assert (data.library_name, data.base_model_relation) == KINDS[kind]
     (project / "empty").mkdir()
-    with pytest.raises(ConfigError, match="This folder has no model"):
+    with pytest.raises(ConfigError, match=r"This folder has no model[^$]*do: +safetrain fuse OUT"):
+        card(project / "empty")
+    paths.SUMMARY.unlink()  # as before any training
+    with pytest.raises(ConfigError, match=r"This folder has no model[^$]*do: +train first: safetrain run"):
         card(project / "empty")
 
 

@@ -266,3 +266,5 @@ def test_next_steps_fit_the_way_it_was_run(output: Path, command: str, monkeypat
     assert f"{command} train.learning_rate=2e-3 " in text
     change(paths.DATA_REPORT, source="data/mine.jsonl")
     assert "your data" not in describe_result(read_run())
+    change(paths.SUMMARY, method="pretrain")
+    assert f"{command} train.max_steps={2 * UPDATES} " in describe_result(read_run())

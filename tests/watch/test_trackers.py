@@ -1,5 +1,7 @@
 """What `safetrain track` sends, by W&B's own package."""
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,17 @@ def test_steps_and_results_are_sent_without_rows(run: Path) -> None:
 
 
 def test_mistakes_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        return str(CliRunner().invoke(app, ["track"]).exception)
+
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert "wandb is not installed" in str(CliRunner().invoke(app, ["track"]).exception)
-    assert "pip install -e '.[wandb]'" in str(CliRunner().invoke(app, ["track"]).exception)
+    assert "wandb is not installed" in said()
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    start = f"do:       uv pip install --python {sys.executable} "
+    assert said().endswith(start + shlex.join(["-e", f"{ROOT}[wandb]", "-c", f"{ROOT}/constraints.txt"]))
     monkeypatch.setattr("safetrain.core.formatting.shipped", run.joinpath)  # an installed program has none
-    assert "-m pip install wandb" in str(CliRunner().invoke(app, ["track"]).exception)
+    assert said().endswith(f"{start}wandb")
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    assert "install uv (docs.astral.sh/uv), then: uv pip install" in said()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "pip" or None)
+    assert said().endswith(f"do:       {sys.executable} -m pip install wandb")

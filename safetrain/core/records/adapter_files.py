@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def starting_shape(folder: str, method: str, base: Path, base_fingerprint: str, 
     """
     adapter = Path(folder)
     if adapter.resolve().is_relative_to(paths.OUTPUT.resolve()):
-        do = f"copy it: cp -r {folder} first_adapter, then train.from_adapter=first_adapter"
+        do = f"copy it: cp -r {shlex.quote(folder)} first_adapter, then train.from_adapter=first_adapter"
         raise ConfigError("train.from_adapter is in a folder that training replaces.", where=folder, do=do)
     require_base(adapter, base, base_fingerprint)
     kind, found = "dora" if method == "dora" else "lora", adapter_method(adapter)
