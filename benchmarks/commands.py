@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).resolve().parent.parent
 STEPS = 40
 # One command after the other in one project: what works, then its mistake. ``< TEXT`` is its input.
 LINES = (
-    "--help", "trian", "init . --example", "init .", "update", "cache", "cache --cler",
+    "--help", "trian", "init . --example", "init .", "update",
     "info models/encyclopedia-3m", "info models/encyclopedia-3", "validate data/example/test.jsonl",
     "validate data/example/tset.jsonl", "preflight", "estimate models/encyclopedia-3m",
     "estimate models/encyclopedia-3m --machine m9", "selftest", "fetch Qwen2.5",
@@ -27,7 +27,7 @@ LINES = (
     "track",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
-    "export peft peft", "export gguf tuned", "diagnose", "discard",
+    "export peft peft", "export gguf tuned", "push mine", "diagnose", "discard",
     "run train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
 )  # fmt: skip
 
