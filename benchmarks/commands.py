@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).resolve().parent.parent
 STEPS = 40
 # One command after the other in one project: what works, then its mistake. ``< TEXT`` is its input.
 LINES = (
-    "--help", "trian", "init . --example", "init .", "update", "cache", "cache --cler",
+    "--help", "trian", "init . --example", "init .", "update",
     "info models/encyclopedia-3m", "info models/encyclopedia-3", "validate data/example/test.jsonl",
     "validate data/example/tset.jsonl", "preflight", "estimate models/encyclopedia-3m",
     "estimate models/encyclopedia-3m --machine m9", "selftest", "fetch Qwen2.5",
@@ -27,8 +27,8 @@ LINES = (
     "track",
     'ask "What is the capital of Portugal?"', 'ask ""',
     "chat --compare < /help\n/exit", "chat --adapter nowhere", "fuse fused", "fuse fused",
-    "export peft peft", "export gguf tuned", "diagnose", "discard",
-    "run train.max_steps=9000 ^C after 20 s", "diagnose", "discard",
+    "export peft peft", "export gguf tuned", "push mine", "diagnose", "discard",
+    "run train.max_steps=9000 ^C after 60 s", "diagnose", "discard",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def printed_by(line: str, folder: Path) -> str:
     """The command with its output and exit code, without the places of this machine."""
     words, _, typed = line.partition(" < ")
     words, _, interrupted = words.partition(" ^C ")
-    limit = ["timeout", "-s", "INT", "20"] if interrupted else []
+    limit = ["timeout", "-s", "INT", "60"] if interrupted else []
     done = subprocess.run(
         [*limit, sys.executable, "-m", "safetrain.cli", *shlex.split(words)], cwd=folder, env=environment(folder),
         input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
