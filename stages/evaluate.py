@@ -16,7 +16,7 @@ from safetrain.core.storage.files import read_result, write_record
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.stage import stage
-from safetrain.watch.progress import EvaluationProgress
+from safetrain.watch.progress import EvaluationProgress, still_working
 from safetrain.watch.result import describe_evaluation, describe_sample
 
 LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and are not informative
@@ -39,8 +39,9 @@ def main(config: Pipeline) -> None:
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print_text(remark)
     questions = settings.max_examples or max(LEAST_QUESTIONS, plan.answer_tokens // settings.max_new_tokens)
-    examination = Examination(held_out, general, run, settings.max_new_tokens, questions, EvaluationProgress())
-    with ending_at_once():
+    progress = EvaluationProgress()
+    examination = Examination(held_out, general, run, settings.max_new_tokens, questions, progress)
+    with ending_at_once(), still_working(progress.text):
         start = Path(run.from_adapter) if run.from_adapter else None
         found = examination.measure(base, start, paths.ADAPTERS)
     adapter = fingerprint(paths.ADAPTERS)

@@ -16,6 +16,7 @@ from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.plan.check_report import downgrade, failure, render, require_known, summarise
 from safetrain.plan.preflight import examine
 from safetrain.stage import stage
+from safetrain.watch.progress import still_working
 
 DRY_RUN = "safetrain.engine.dry_run"
 
@@ -28,7 +29,8 @@ def main(config: Pipeline) -> None:
     downgraded_ids = config.preflight.downgrade or []
     require_known(downgraded_ids)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
-    checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
+    with still_working("checking the machine and the model"):
+        checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
     checks = downgrade(checks, downgraded_ids)
     report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds)
     write_record(paths.PREFLIGHT_REPORT, report)

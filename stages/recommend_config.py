@@ -17,6 +17,7 @@ from safetrain.core.storage.files import read_result, write_record
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
+from safetrain.watch.progress import still_working
 
 DRY_RUN = "safetrain.engine.dry_run"
 
@@ -30,7 +31,8 @@ def main(config: Pipeline) -> None:
     require_data_of(data, config.data.path)
     rows = load_training_rows(model.folder, config.train.max_examples)
     inputs = PlanInputs(data, machine, model, rows)
-    recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
+    with still_working("trying out configurations"):
+        recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 

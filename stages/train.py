@@ -5,6 +5,7 @@ Training runs in a separate process that may die; this process watches it and ne
 
 import sys
 
+from safetrain.core.events import Event
 from safetrain.core.hosts import HOSTS_FILE, hosts_of
 from safetrain.core.lock import training_lock
 from safetrain.core.records.metrics import TrainingSummary
@@ -17,7 +18,7 @@ from safetrain.core.storage.paths import FLIGHT
 from safetrain.guard.keep_going import keep_going
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
-from safetrain.watch.progress import TrainProgress, show_end
+from safetrain.watch.progress import AtWork, TrainProgress, show_end, still_working
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
 LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
@@ -44,7 +45,14 @@ def main(config: Pipeline) -> None:
             hostfile=None if hosts.all_here else HOSTS_FILE,
             launcher=LAUNCHER,
         )
-        keep_going(job, watch, plan, TrainProgress().show)
+        progress, at_work = TrainProgress(), AtWork(watch.flight)
+        with still_working(at_work.text) as before_a_line:
+
+            def show(event: Event) -> None:
+                before_a_line()
+                progress.show(event)
+
+            keep_going(job, watch, plan, show)
     show_end(read_result(paths.SUMMARY, TrainingSummary))
 
 

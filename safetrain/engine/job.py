@@ -23,8 +23,6 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage import paths
 
-LEAST_VALID_TOKENS, TRAINED_TO_VALID = 2**11, 16  # with max_steps: a validation takes 2 % of the run's time
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job(TrainJob):
@@ -62,7 +60,7 @@ def load_job(asked: TrainJob) -> Job:
     base, settings = Path(asked.base), asked.settings
     files = read_model_files(base)
     rows = load_training_rows(base, settings.max_examples, settings.method)
-    rows = rows.at_length(settings.max_seq_length, settings.method)
+    rows = rows.at_length(settings.max_seq_length, settings.method, settings.valid_tokens)
     updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     if asked.warmup_is_recommended:  # the plan may have been for a longer run
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
@@ -77,11 +75,7 @@ def load_job(asked: TrainJob) -> Job:
     kept = paths.kept_runs(Path.cwd())
     if kept is not None:
         kept /= hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-    job = Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files, kept=kept)
-    if settings.max_steps is None:
-        return job
-    sample = rows.valid.sample(max(LEAST_VALID_TOKENS, job.tokens // TRAINED_TO_VALID))
-    return dataclasses.replace(job, rows=dataclasses.replace(rows, valid=rows.valid.take(sample)))
+    return Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files, kept=kept)
 
 
 def own_largest_update(job: Job, backend_name: str) -> Shape:

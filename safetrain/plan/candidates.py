@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.token_rows import MOST_VALID_TOKENS
 from safetrain.core.data.training_rows import TrainingRows, largest_update
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import counted, run_again, size_text
@@ -35,6 +34,7 @@ from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     DRY_RUN_SLOW_SECONDS,
+    MOST_VALID_TOKENS,
     SMALLEST,
     LoraSettings,
     Shape,

@@ -62,7 +62,7 @@ def _told(hub_id: str, then: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, HTTPError) as error:
-        do = f"check the internet connection and the name (for a gated model: {HF_AUTH} login), then run the same command "
+        do = f"check the internet connection and the name (gated models: {HF_AUTH} login), then run the same command "
         what = f"The download of {hub_id} did not finish: {_reason(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=f"{do}again{then}") from error
 

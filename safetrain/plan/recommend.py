@@ -43,20 +43,18 @@ from safetrain.plan.candidates import (
     candidates_at,
     dry_run_seconds,
     epochs_for,
-    fitted_update_tokens,
     nothing_fits,
     nothing_passed,
     places_of_base,
     usual_epochs,
 )
 from safetrain.plan.child import dry_run_path, try_out
+from safetrain.plan.learning_rate import learning_rate_for, pretraining_rate
 
 MOST_DRY_RUNS = 8
 MOST_SECONDS = 300.0  # a dry run that is expected to take longer is made only after all shorter ones
 LESS_AFTER_A_DEATH = 0.92  # after an out-of-memory dry run, only candidates with this share of its peak are tried
 SPARED = 0.02  # share of train.memory_limit_gb held back from dry runs: processes differ a little in memory
-HIGHEST_RATE = 4e-3  # of pretraining
-RATE_DIVISOR = 10  # of full fine-tuning and pairs (DPO: arXiv 2310.16944 uses 5e-7 where SFT has 2e-5; LoRA: TRL)
 WHY_RECOMPUTED = {False: "not needed: stored activations fit", True: "less memory for a third more time"}
 WHY_ON_DISK = {
     False: "the base fits into memory",
@@ -65,6 +63,8 @@ WHY_ON_DISK = {
 # Tokens of the evaluation of both models, counted as tokens of training
 EVALUATION_SHARE, LEAST_EVALUATION = 0.06, 2.0**40  # of the training's; times weights: about a minute on two cores
 TEST_SHARE, ANSWER_SHARE, GENERAL_SHARE = 0.3, 0.5, 0.2
+VALIDATIONS_SHARE, LEAST_VALID_TOKENS = 0.1, 2**11
+SHORT_SHARE, TRAINED_TO_VALID = 0.2, 16  # a validation of more than this share of a pass reads a sixteenth of it
 ANSWER_COST, GENERAL_TEXT = 4, 2**14  # of a token of an answer; all pieces of the general text have fewer tokens
 
 
@@ -137,20 +137,20 @@ class _Search:
 
 
 def _whole_seconds(
-    question: PlannedTraining, fit: Estimate, updates: int, eval_steps: int, sizes: dict[str, int], measured: DryRun
+    question: PlannedTraining,
+    fit: Estimate,
+    updates: int,
+    steps: dict[str, Any],
+    sizes: dict[str, int],
+    measured: DryRun,
 ) -> float:
-    """Seconds of all steps and validations, the adapter check and the evaluation.
-
-    A forward pass takes half of a token's training time, or a third if training recomputes activations or trains all
-    weights.
-    """
-    step_seconds, valid_tokens, test = measured.update_seconds, question.valid_tokens, question.test
+    """Seconds of all steps and validations, the adapter check and the evaluation."""
+    step_seconds, valid_tokens, test = measured.update_seconds, steps["valid_tokens"], question.test
     fed_tokens = max(1.0, _fed_tokens(question, fit))
-    costly = fit.settings.gradient_checkpointing or question.train.method in WHOLE
-    forward_seconds = step_seconds / fed_tokens / (2 + costly)
+    forward_seconds = step_seconds / fed_tokens * _forward_cost(question, fit)
     passes = (
         1
-        + math.ceil(updates / (question.train.eval_steps or eval_steps))
+        + math.ceil(updates / (question.train.eval_steps or steps["eval_steps"]))
         + proof_passes(int(updates * fed_tokens), valid_tokens)
     )
     answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.labels)
@@ -202,7 +202,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
     is_fewer = measured is not None and measured.threads not in (None, usable_cores())
     reasons["threads"] = f"{'fewer were clearly faster' if is_fewer else 'all cores of a CPU'}, or {THREADS}"
     reasons["learning_rate"] = why
-    steps, sizes = _intervals(question, fit, updates, reasons), _evaluated(question, fit, updates, reasons)
+    steps, sizes = _intervals(question, fit, updates, reasons, measured), _evaluated(question, fit, updates, reasons)
     steps["threads"] = measured.threads if measured else None
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
@@ -220,9 +220,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         memory_budget=budget,
         measured=measured,
         verified=taken_bytes <= (budget.total_bytes if fit.on_cpu else budget.mlx_bytes),
-        total_seconds=_whole_seconds(question, fit, updates, steps["eval_steps"], sizes, measured)
-        if measured
-        else None,
+        total_seconds=_whole_seconds(question, fit, updates, steps, sizes, measured) if measured else None,
         disk_bytes=disk_bytes_of(fit, train.keep_checkpoints),
     )
 
@@ -320,59 +318,49 @@ def _epochs_and_steps(
     return epochs, enough
 
 
-def _intervals(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> dict[str, Any]:
-    """Warm-up and intervals, in steps. A validation reads no more tokens than training between two validations."""
+def _intervals(
+    question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str], measured: DryRun | None
+) -> dict[str, Any]:
+    """Warm-up and intervals, in steps, and the size of a validation. All validations cost a tenth of the training.
+
+    Only saving and log lines go by the clock: they change no result.
+    """
     trained = "weights" if question.train.method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
-    fed_tokens = fit.settings.rows_per_update * min(fit.settings.max_seq_length, question.mean_tokens)
-    least = min(updates, math.ceil(question.valid_tokens / fed_tokens / log) * log)
+    valid_tokens = _valid_tokens(question, fit, updates, reasons)
+    read_tokens = valid_tokens * _forward_cost(question, fit) / VALIDATIONS_SHARE
+    least = min(updates, math.ceil(read_tokens / _fed_tokens(question, fit) / log) * log)
     reasons["warmup_steps"] = f"5 % of {updates:,} steps"
-    reasons["save_steps"] = f"every {counted(interval, 'step')}, about a tenth of the run: a crash costs at most that"
     reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     if least > interval:
-        reasons["eval_steps"] = (
-            f"a validation reads {question.valid_tokens:,} tokens; training reads as many between two validations"
-        )
-    reasons["log_steps"] = f"every {log} steps" if log > 1 else "every step, as the run has few"
-    steps = {"save_steps": interval, "eval_steps": max(interval, least), "log_steps": log}
+        reasons["eval_steps"] = "so that validations cost a tenth of the training; train.eval_steps sets more"
+    seconds = measured.update_seconds if measured else 0.0
+    save, shown = (max(1, min(steps, int(most / max(seconds, 1e-9)))) for steps, most in ((interval, 600), (log, 60)))
+    costs = "about a tenth of the run" if save == interval else "about ten minutes"
+    reasons["save_steps"] = f"every {counted(save, 'step')}, {costs}: a crash costs at most that"
+    reasons["log_steps"] = f"every {counted(shown, 'step')}"
+    steps = {"save_steps": save, "eval_steps": max(interval, least), "log_steps": shown, "valid_tokens": valid_tokens}
     return {"warmup_steps": usual_warmup(updates), **steps}
 
 
-def learning_rate_for(fit: Estimate) -> tuple[float, str]:
-    """Learning rate, and its reason: scale x rate = 4e-4 up to width 2560, 2e-4 up to 5120, 1e-4 above.
+def _valid_tokens(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> int:
+    """Most tokens of a validation: all there are, unless that is much for a short training.
 
-    Times sqrt(batch / 16). To first order, Adam's step depends on scale x rate, so both are chosen together (QLoRA,
-    Unsloth and tinker's sweeps bracket the values). Below a width of 2048 the rate grows as (2048 / width)^0.781,
-    tinker's fit for Llama. The rate never depends on memory. Full fine-tuning uses a tenth (LoRA without regret,
-    Thinking Machines 2025).
+    More epochs do not change it: a longer run of the same rows is compared by the same ones.
     """
-    width, rows, scale = fit.model.hidden_size, fit.settings.rows_per_update, fit.settings.lora.scale
-    product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
-    product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows / ROWS_PER_UPDATE)))
-    rate = float(f"{product / scale:.2g}")
-    if fit.settings.method in PAIRED:
-        why = f"width {width}: a tenth of the rate for single answers, as published for pairs"
-        return float(f"{product / RATE_DIVISOR / scale:.2g}"), why
-    if fit.settings.method == "full":
-        why = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
-        return float(f"{product / RATE_DIVISOR:.2g}"), why
-    return (
-        rate,
-        f"width {width} and LoRA scale {scale:g}: scale x rate = {rate * scale:.2g}, for {rows} rows per update",
-    )
+    steps = updates_per_epoch(question.row_count, fit.settings.rows_per_update)
+    pass_tokens = min(steps, question.train.max_steps or steps) * _fed_tokens(question, fit)
+    found, reasons["valid_tokens"] = question.valid_tokens, "all validation rows, or an even sample of them"
+    if found > SHORT_SHARE * pass_tokens:
+        found = min(found, max(LEAST_VALID_TOKENS, 2 ** int(math.log2(max(1.0, pass_tokens / TRAINED_TO_VALID)))))
+        reasons["valid_tokens"] = "a sample of the validation rows, as the training is short"
+    return max(1, found)
 
 
-def pretraining_rate(parameters: int, tokens: int, update_tokens: int) -> tuple[float, str]:
-    """Learning rate for C operations, and its reason.
-
-    0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch).
-    """
-    operations = 6.0 * parameters * tokens
-    usual = fitted_update_tokens(operations)
-    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
-    sizes = f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens"
-    return float(f"{min(rate, HIGHEST_RATE):.2g}"), f"{sizes}, {update_tokens:,} per step (DeepSeek's fit)"
+def _forward_cost(question: PlannedTraining, fit: Estimate) -> float:
+    """Cost of a token in a forward pass, as a share of its training: a third if that recomputes, or trains all."""
+    return 1 / (2 + (fit.settings.gradient_checkpointing or question.train.method in WHOLE))
 
 
 def passes_for(parameters: int, tokens_there: int) -> tuple[int, str]:

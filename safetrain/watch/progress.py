@@ -1,5 +1,6 @@
 """What training prints while it runs and at its end, and how much time is left."""
 
+import shutil
 import sys
 import threading
 import time
@@ -11,11 +12,13 @@ import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Said
 from safetrain.core.formatting import counted, duration_text, print_text, rows_text
+from safetrain.core.recorder import Phase, read_flight
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage import paths
 
-SAY_EVERY_SECONDS = 10.0
+SAY_EVERY_SECONDS, LOG_EVERY_SECONDS, LOOK_SECONDS = 10.0, 60.0, 0.5  # on a terminal; in a log
+CLEAR = "\r\x1b[2K"  # the line of a terminal
 MEASURE = "safetrain run"  # the command that follows a training run
 MOST_ENTRIES = 256  # entries for estimating the time left; if more, every second one is dropped
 
@@ -124,39 +127,81 @@ def say_on_terminal(text: str) -> None:
 
 
 class EvaluationProgress:
-    """Prints every ten seconds how far the evaluation of a model is, and how much time its current part still needs."""
+    """How far the evaluation of a model is, and how much time its current part still needs."""
 
     def __init__(self) -> None:
         self._part = ("", "")  # model and work
-        self._start_seconds, self._line_seconds, self._start_done = 0.0, 0.0, 0.0  # of this part
+        self._start_seconds, self._start_done, self._total, self._done = 0.0, 0.0, 0, 0.0  # of this part
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
         """Report how much of a model's ``work`` (``questions answered``) is done; begun questions count in part."""
-        now = time.monotonic()
         if (name, work) != self._part:
-            self._part, self._start_seconds, self._line_seconds, self._start_done = (name, work), now, now, done
-        elif now - self._line_seconds >= SAY_EVERY_SECONDS and done > self._start_done:
-            self._line_seconds = now
-            left = (now - self._start_seconds) * (total - done) / (done - self._start_done)
-            say_on_terminal(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
+            self._part, self._start_seconds, self._start_done = (name, work), time.monotonic(), done
+        self._total, self._done = total, done
+
+    def text(self) -> str:
+        """The progress in a line."""
+        name, work = self._part
+        if not name:
+            return "loading both models"
+        done = self._done - self._start_done
+        left = (time.monotonic() - self._start_seconds) * (self._total - self._done) / done if done > 0 else 0.0
+        time_needed = f", about {duration_text(left)} left" if left else ""
+        return f"{name:<6} {int(self._done)} of {self._total} {work}{time_needed}"
+
+
+class AtWork:
+    """What the training process does, by its flight recorder, and since when."""
+
+    def __init__(self, flight: Path) -> None:
+        self._path, self._began_seconds = flight / paths.RECORDER, time.monotonic()
+
+    def text(self) -> str:
+        """The work in a line, such as ``validation at step 30, for 12 s``."""
+        last = read_flight(self._path).last
+        if last is None or last.monotonic_seconds < self._began_seconds:
+            return "starting the training"
+        phase = "validation" if last.phase is Phase.EVALUATE else last.phase_label
+        at = f" at step {last.work.step}" if last.work.step or last.phase is Phase.EVALUATE else ""
+        return f"{phase}{at}, for {duration_text(time.monotonic() - last.monotonic_seconds)}"
 
 
 @contextmanager
-def still_working(activity: str) -> Iterator[None]:
-    """Print every ten seconds how long the ``with`` block has run, for work that does not report its progress."""
+def still_working(activity: str | Callable[[], str]) -> Iterator[Callable[[], None]]:
+    """Show what the ``with`` block does: each ten seconds on a terminal, in one line, and each minute in a log.
+
+    Yields a function to call before a line is printed in the block: it removes that line, and the time begins again.
+    """
     end, start_seconds = threading.Event(), time.monotonic()
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    every, shown_seconds, is_shown = SAY_EVERY_SECONDS if on_terminal else LOG_EVERY_SECONDS, start_seconds, False
+
+    def show(text: str, *, ends: bool) -> None:
+        nonlocal shown_seconds, is_shown
+        shown_seconds, is_shown = time.monotonic(), not ends
+        with suppress(OSError, UnicodeError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def repeat() -> None:
-        while not end.wait(SAY_EVERY_SECONDS):
-            say_on_terminal(f"{activity}, for {duration_text(time.monotonic() - start_seconds)} so far")
+        while not end.wait(LOOK_SECONDS):
+            if time.monotonic() - shown_seconds >= every:
+                spent = duration_text(time.monotonic() - start_seconds)
+                text = activity() if callable(activity) else f"{activity}, for {spent} so far"
+                width = shutil.get_terminal_size().columns - 1
+                show(f"{CLEAR}{text[:width]}\r" if on_terminal else f"{text}\n", ends=not on_terminal)
+
+    def before_a_line() -> None:
+        show(CLEAR if is_shown else "", ends=True)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield
+        yield before_a_line
     finally:
         end.set()
         thread.join()
+        before_a_line()
 
 
 def describe_pairs(record: StepRecord | None) -> list[str]:

@@ -180,7 +180,7 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "lora.rank": (5,), "lora.scale": (3.3,), "lora.dropout": (0.0, 0.15), "lora.num_layers": (1,),
     "lora.targets": (["o_proj"],),
 }  # fmt: skip
-EVALUATED = {"test_tokens", "answer_tokens", "general_tokens"}  # no keys: evaluate.max_examples sets another number
+EVALUATED = {"test_tokens", "answer_tokens", "general_tokens", "valid_tokens"}  # no keys of params.yaml
 OF_THE_RUN = ("learning_rate", "warmup_steps", "save_steps", "eval_steps", "log_steps")  # the plan is the same without
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_210,
-    "program tokens": 185_200,
-    "program files": 119,
+    "program lines": 24_760,
+    "program tokens": 189_000,
+    "program files": 121,
     "files under 60 lines": 7,
     "dataclasses": 133,
     "helper modules with one importer": 11,
     "keys of params.yaml": 57,
-    "test lines": 17_950,
+    "test lines": 18_040,
     "benchmark, tool and recipe lines": 6_600,
     "docs words": 24_400,
 }

@@ -82,7 +82,7 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
         (few / f"{name}.jsonl").write_text("".join(lines[:count]))
     said = workspace.pipeline(*RUN)
     assert "Trained 4 steps on " in said
-    assert " windows in " in said
+    assert " windows, " in said
     assert " bits per byte of text." in said
     assert "Test loss " in said
     assert "adapter" not in said[said.index("Trained 4 steps") :]

@@ -12,8 +12,6 @@ import numpy as np
 
 from safetrain.core.errors import DataError
 
-MOST_VALID_TOKENS = 2**17  # most tokens of a validation: they give the loss to a hundredth in less than an hour
-
 
 class Values(Protocol):
     """Numbers in memory, or in a file that is read when they are sliced."""

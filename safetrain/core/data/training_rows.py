@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import Store, open_split
-from safetrain.core.data.token_rows import MOST_VALID_TOKENS, Question, TokenRows, TokenWindows, TrainRows, UpdateRows
+from safetrain.core.data.token_rows import Question, TokenRows, TokenWindows, TrainRows, UpdateRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.terms import width_of
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.records.schema import PAIRED, PRETRAIN
-from safetrain.core.records.settings import Shape, total_updates, updates_per_epoch
+from safetrain.core.records.settings import MOST_VALID_TOKENS, Shape, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
 MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
@@ -43,17 +43,17 @@ class TrainingRows:
     valid_rows_available: int = 0
     bits_per_byte_of_nat: float = 0.0  # 1 nat per validation label in bits per byte of text; 0: unknown
 
-    def at_length(self, tokens: int, method: str) -> "TrainingRows":
+    def at_length(self, tokens: int, method: str, valid_tokens: int = MOST_VALID_TOKENS) -> "TrainingRows":
         """The rows truncated to ``tokens``, or windows of that length for pretraining.
 
-        The validation rows are a sample of at most MOST_VALID_TOKENS.
+        The validation rows are a sample of at most ``valid_tokens``.
         """
         train, valid = self.train.documents, self.valid
         self.require_rows_for(method)
         if method != PRETRAIN:
-            return dataclasses.replace(self, train=train.cut(tokens), valid=_sampled(valid.cut(tokens)))
+            return dataclasses.replace(self, train=train.cut(tokens), valid=_sampled(valid.cut(tokens), valid_tokens))
         ends = frozenset(self.prompt_format.stop_ids if self.prompt_format else ())
-        measured = TokenWindows(valid, tokens, ends).some(MOST_VALID_TOKENS)
+        measured = TokenWindows(valid, tokens, ends).some(valid_tokens)
         return dataclasses.replace(self, train=TokenWindows(train, tokens, ends), valid=measured)
 
     def require_rows_for(self, method: str) -> None:
@@ -81,11 +81,11 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """Load the validation rows for ``base``, truncated as in training; raises ConfigError, DataError."""
-    return _sampled(open_split("valid", base).rows.cut(max_seq_length))
+    return _sampled(open_split("valid", base).rows.cut(max_seq_length), MOST_VALID_TOKENS)
 
 
-def _sampled(valid: TokenRows) -> TokenRows:
-    return valid.take(valid.sample(MOST_VALID_TOKENS))
+def _sampled(valid: TokenRows, tokens: int) -> TokenRows:
+    return valid.take(valid.sample(tokens))
 
 
 # The order of rows

@@ -14,6 +14,7 @@ from safetrain.core.records.schema import OFF, PAIRED, WHOLE, Lora, Train
 Kind = TypeVar("Kind", "TrainSettings", "LoraSettings")
 
 ALL_LINEAR = "all-linear"
+MOST_VALID_TOKENS = 2**17  # most tokens of a validation: they give the loss to a hundredth in less than an hour
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
 # Settings that decide the memory of a run; the first ones change nothing else
@@ -67,6 +68,7 @@ class TrainSettings:
     beta: float = 0.1  # of dpo and orpo
     from_adapter: str | None = None  # folder of the adapter that training begins with; None: a new one
     threads: int | None = None  # of a CPU, at most; None: all cores
+    valid_tokens: int = MOST_VALID_TOKENS  # that a validation reads at most, of a sample of its rows
 
     @property
     def rows_per_update(self) -> int:
