@@ -256,6 +256,9 @@ def result(
         code, title, reasons = results.gate(read_run(), to_pipeline(composed([])).gate)
         print_text("\n".join([title, *reasons]))
         sys.exit(code)
+    from safetrain.runs import run_of_result
+
+    os.environ.setdefault(RUN, run_of_result())  # for the commands to type next
     print_text(results.describe_result(read_evaluated()))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
+from safetrain.core.formatting import override
 from safetrain.core.params_file import PARAMS, read_params, values_in, with_value, write_params
 from safetrain.core.results import settle
 from safetrain.core.signals import Terminated, handling
@@ -188,6 +189,13 @@ def described() -> str:
         differing = " ".join(f"{key}={value}" for key, value in ran if now.get(key, value) != value)
         lines.append(f"{name:<{width}}  {better:<14}  {match:>11}  {loss:>9}  {differing}".rstrip())
     return "\n".join(lines)
+
+
+def run_of_result() -> str:
+    """The command whose values the workspace's result has."""
+    now = values_in(read_params())
+    ran = _values_of(_text_in("", LOCK_FILE)).items()
+    return " ".join(["safetrain run", *(override(key, value) for key, value in ran if now.get(key, value) != value)])
 
 
 def _text_in(ref: str, file: Path) -> str:

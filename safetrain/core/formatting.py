@@ -82,7 +82,12 @@ def similar_path(path: Path) -> str:
 
 def override(key: str, value: object) -> str:
     """An override such as ``data.path=rows.jsonl``, ready to paste into a shell: quoted for Hydra and shell."""
-    text = str(value)
+    if isinstance(value, dict | list):
+        import yaml
+
+        flow = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+        return shlex.quote(f"{key}={flow.strip()}")
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if PLAIN_OVERRIDE.fullmatch(text):
         return f"{key}={text}"
     return shlex.quote(f"{key}={in_hydra_quotes(text)}")

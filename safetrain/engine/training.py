@@ -6,6 +6,7 @@ Each update is checked between gradient and optimizer, so the weights are always
 import dataclasses
 import math
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -238,7 +239,8 @@ def _validate(run: TrainingRun) -> list[float]:
     measured = [each / terms for each in sums]
     loss = measured[0]
     if not math.isfinite(loss):
-        do = f"check the base model: safetrain chat --base --model {job.files.folder}; or train with {LOWER_RATE}"
+        model = shlex.quote(str(job.files.folder))
+        do = f"check the base model: safetrain chat --base --model {model}; or train with {LOWER_RATE}"
         raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if ranks.writes:

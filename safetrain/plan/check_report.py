@@ -16,7 +16,7 @@ CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "PACKAGES": REINSTALL,
     "HW-RAM": "close other programs, or raise the memory limit of the container or shell",
     "HW-GPU": REINSTALL,
-    "CPU-BLAS": REINSTALL,
+    "CPU-BLAS": f"if other programs were busy, run this again; else {REINSTALL}",
     "ENV-ULIMIT": "remove the limit from your profile or job script, and start a new terminal",
     "ENV-SWAP": "close other programs: training that swaps is ten times slower",
     "MODEL-FILES": "",

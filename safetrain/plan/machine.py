@@ -33,6 +33,7 @@ from safetrain.plan.child import (
 )
 
 TIMEOUT_SECONDS = 600
+SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # rounding steps that hide noise
 PROCESS_GROWTH_BYTES = 64 * 2**20  # growth of Python and libraries during training (measured, Linux CPU)
 NOISY_SPEED = 0.5  # smaller changes of the measured speed are noise
@@ -124,8 +125,8 @@ def chip_name() -> str:
 def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
     """Run the probe ``python -m module``; None and the reason if mlx does not work.
 
-    Loading and training are tried once per model and installation, then cached. A model larger than the memory budget
-    is not loaded, so that the machine does not swap; the checks report it.
+    Loading and training are tried once per model and installation, then cached, unless the machine was busy. A model
+    larger than the memory budget is not loaded, so that the machine does not swap; the checks report it.
     """
     path = answer_path(model.fingerprint) if model else None
     cached = read_or_none(path, Probe) if path else None
@@ -148,7 +149,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
         probe = Probe(**run_json(module, arguments, TIMEOUT_SECONDS, room_bytes(own_limit)))
     except ChildFailed as error:
         return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""
-    if probe.loads and probe.trains:
+    if probe.loads and probe.trains and (probe.backend != "cpu" or probe.gemm_gflops >= SLOW_GFLOPS):
         keep_answer(path, probe)
     return probe, ""
 

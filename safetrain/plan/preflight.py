@@ -42,12 +42,11 @@ from safetrain.core.storage.paths import POINTER
 from safetrain.plan.candidates import PlanInputs
 from safetrain.plan.check_report import FAIL, MARKS, PASS, Check, from_error, skipped, verdict
 from safetrain.plan.child import NOT_INSTALLED, ChildFailed, room_bytes, run_json, version_of
-from safetrain.plan.machine import TIMEOUT_SECONDS, Probe, ask_engine, read_machine_now, settle
+from safetrain.plan.machine import SLOW_GFLOPS, TIMEOUT_SECONDS, Probe, ask_engine, read_machine_now, settle
 from safetrain.plan.recommend import plan_run
 
 PLANNED = "DISK-FREE", "MEM-FIT"  # checked by making a plan
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
-SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 # An idle 8 GB M1 has 54 % or more; at 44 %, a run of 11 GB failed in 24 GB (john-rocky/apple-silicon-llm-bench #7).
 LITTLE_FREE_PERCENT = 45
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1  # of the self-test

@@ -30,6 +30,7 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titleweight": "bold",
     "agg.path.chunksize": 10_000,
 }  # fmt: skip
+WIDE = 20  # a larger ratio of losses is drawn on a logarithmic axis
 FEW_POINTS = 40  # a curve with so few points has dots too
 GIB = 2**30
 SMOOTHING_SHARE = 0.02  # share of all points that is the smoothed curve's time constant
@@ -110,6 +111,9 @@ def _add_loss(run: Run, axes: Any) -> None:
     best = f", best {min(tuned)[0]:.4g} at step {min(tuned)[1]:,.0f}" if tuned else ""
     _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
     _plot(axes, valid, ORANGE, f"validation{best}")
+    losses = [loss for _, loss in (*valid, *points_of(run.steps, "train_loss")) if loss > 0]
+    if losses and max(losses) > WIDE * min(losses):  # else the end is a flat line at the bottom
+        axes.set_yscale("log")
     starts = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     starts |= {run.summary.resumed_from_step} if run.summary is not None else set()
     for number, mark in enumerate(sorted(starts - {0})):
@@ -153,7 +157,8 @@ def _draw(title: str, unit: str, add: Callable[[Any], None]) -> bytes:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         add(axes)
-        axes.set_ylim(bottom=0)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
         figure.savefig(buffer, format="png", metadata={"Software": None})  # the same records give the same bytes

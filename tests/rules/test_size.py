@@ -17,7 +17,7 @@ CEILINGS = {
     "program files": 121,
     "files under 60 lines": 7,
     "dataclasses": 133,
-    "helper modules with one importer": 11,
+    "helper modules with one importer": 12,
     "keys of params.yaml": 57,
     "test lines": 18_040,
     "benchmark, tool and recipe lines": 6_600,
