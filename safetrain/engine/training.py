@@ -239,8 +239,7 @@ def _validate(run: TrainingRun) -> list[float]:
     measured = [each / terms for each in sums]
     loss = measured[0]
     if not math.isfinite(loss):
-        model = shlex.quote(str(job.files.folder))
-        do = f"check the base model: safetrain chat --base --model {model}; or train with {LOWER_RATE}"
+        do = f"check the base: safetrain chat --base --model {shlex.quote(job.base)}; or train with {LOWER_RATE}"
         raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if ranks.writes:
