@@ -13,7 +13,15 @@ import psutil
 import yaml
 
 from safetrain.core.errors import ConfigError, MachineError, broken_yaml
-from safetrain.core.memory.system import GIB, memory_groups, memory_limit_bytes, read_memory, sysctl_number, sysctl_text
+from safetrain.core.memory.system import (
+    GIB,
+    memory_groups,
+    memory_limit_bytes,
+    read_memory,
+    sysctl_number,
+    sysctl_text,
+    within_data_limit,
+)
 from safetrain.core.memory.terms import FLOAT32, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
@@ -183,7 +191,10 @@ def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_
         if probe is None:
             raise MachineError(f"mlx does not work here: {why}", do="run safetrain preflight for details")
         machine = read_machine_now(probe)
-    return replace(machine, memory_budget_bytes=int(memory_gb * GIB)) if memory_gb else machine
+    budget = int(memory_gb * GIB) if memory_gb else machine.memory_budget_bytes
+    if memory_gb and not name and machine.backend != "cuda":
+        budget = within_data_limit(budget, budget)  # as with train.memory_limit_gb
+    return replace(machine, memory_budget_bytes=budget)
 
 
 def described_machines() -> dict[str, Any]:
