@@ -1,11 +1,9 @@
 """postmortem.json: why a training run ended, and what people read of it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,6 @@ class PostMortem:
     rank: int | None = None  # rank that ended the training; None: one process, or all ranks
     ranks: int = 1
     host: str = ""  # machine of that rank; empty: this one
-
-
-def read_postmortem(output: Path) -> PostMortem | None:
-    """Read postmortem.json; None if it is unreadable, or if no training run has ended badly here."""
-    return read_or_none(output / paths.POSTMORTEM, PostMortem)
 
 
 def describe(death: PostMortem) -> str:

@@ -21,7 +21,7 @@ CEILINGS = {
     "keys of params.yaml": 57,
     "test lines": 18_040,
     "benchmark, tool and recipe lines": 6_600,
-    "docs words": 24_400,
+    "docs words": 24_500,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
