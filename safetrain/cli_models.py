@@ -325,7 +325,7 @@ def _prompts_in(file: Path) -> Iterator[dict[str, Any]]:
     for place, row in rows_of(file):
         if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
             do = 'write rows such as {"prompt": "What is the capital of Portugal?"}'
-            raise DataError("This is no row with a prompt.", where=f"{file}:{place.line}", do=do)
+            raise DataError("This is no row with a prompt.", where=place.of(str(file)), do=do)
         yield row
 
 
