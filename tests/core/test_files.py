@@ -139,7 +139,11 @@ def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -
     elsewhere.mkdir(parents=True)
     (elsewhere / "old").write_text("old")
     (tmp_path / "adapters").symlink_to(elsewhere)
-    write_folder(tmp_path / "adapters", lambda folder: (folder / "new").write_text("new") and None)
+
+    def write(folder: Path) -> None:
+        (folder / "new").write_text("new")
+
+    write_folder(tmp_path / "adapters", write)
     assert (tmp_path / "adapters").is_symlink()
     assert [file.name for file in elsewhere.iterdir()] == ["new"]
 

@@ -20,7 +20,7 @@ CEILINGS = {
     "helper modules with one importer": 12,
     "keys of params.yaml": 57,
     "test lines": 18_040,
-    "benchmark, tool and recipe lines": 6_600,
+    "benchmark, tool and recipe lines": 7_160,
     "docs words": 24_500,
 }
 SMALL_LINES = 60
