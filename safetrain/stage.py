@@ -36,6 +36,7 @@ FILES = "params.yaml or an overlay in conf/experiment"
 COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes from
 HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
 STAGE = "DVC_STAGE"  # environment variable of DVC
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)  # that the two let through
 BY_HAND = "DVC has not recorded this stage, which ran by hand; 'safetrain run' runs all and records them."
 USAGE = """safetrain stage STAGE [KEY=VALUE …]
 
@@ -107,7 +108,15 @@ def composed(words: Sequence[str]) -> DictConfig:
             return compose("config", overrides=overrides)
     except yaml.YAMLError as error:
         raise broken_yaml(error) from None
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise config_error(error) from None
 
 
