@@ -52,7 +52,7 @@ def describe_result(run: Run) -> str:
     summary, scores = _measured(run)
     rows, spent = coverage_of(summary).partition(";")[0], duration_text(summary.elapsed_seconds)
     steps = counted(summary.steps, "step")
-    headline = f"Trained {steps} on {rows}, in {spent}; learning rate {summary.learning_rate:g}."
+    headline = f"Trained {steps} on {rows}, in {spent}, learning rate {summary.learning_rate:g}."
     lines = ["", headline, *filter(None, [run.newer_run]), *describe_evaluation(scores)]
     if bits := summary.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")

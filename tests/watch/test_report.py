@@ -207,7 +207,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
     done = CliRunner().invoke(app, ["result"], catch_exceptions=False)
     for line in (
-        f"Trained {UPDATES} steps on 1,656 rows, seen 0.07 times on average, in 30 s; learning rate 0.005.",
+        f"Trained {UPDATES} steps on 1,656 rows, seen 0.07 times on average, in 30 s, learning rate 0.005.",
         "Exact match on 9 test questions: base 10.0 %, tuned 10.0 %.",
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25 (95 %, 9 rows).",
         'Next:  safetrain ask "Why?" --base',
