@@ -93,7 +93,7 @@ def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: P
     short = [json.loads(line)["answers"] for line in run(*words[:-1], "8").out.splitlines()]
     assert short == [[], []], "an answer that was cut off is no candidate"
     file.write_text(f"question\n{QUESTION}\n")
-    with pytest.raises(DataError, match=r"no row with a prompt(.*\n)*.*questions\.csv:2"):
+    with pytest.raises(DataError, match=r"no row with a prompt(.*\n)*.*questions\.csv, row 1"):
         run(*words)
     file.write_text(f"prompt\n{'long ' * 600}\n")
     with pytest.raises(DataError, match="does not fit into the model's context"):
