@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from safetrain.core.formatting import RUN
 from safetrain.core.storage.files import cache_directory
 from safetrain.engine.cpu.blas import load_fast_blas
 
@@ -131,9 +132,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_lock(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests do not queue behind a training of the person who runs them."""
+def own_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not queue behind a training of the person who runs them, nor inherit the command of another test."""
     monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path_factory.mktemp("lock")))
+    monkeypatch.setenv(RUN, "")
+    monkeypatch.delenv(RUN)
 
 
 @pytest.fixture(autouse=True)

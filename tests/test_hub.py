@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
-from safetrain.core.formatting import RUN
 from safetrain.core.model.files import read_model_files
 from safetrain.core.storage import paths
 from safetrain.data.folders import data_files_of
@@ -268,7 +267,6 @@ def test_data_on_the_hub_is_fetched_once_and_its_folder_written_into_params(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RUN, "")  # what run sets, another test does not inherit
     (tmp_path / "params.yaml").write_text("model:\n  path: m\ndata:\n  path: d # mine\n")
     for source, model in (("hub:owner/rows", "hub:owner/name"), ("datasets/owner/rows", "models/name")):
         said = CliRunner().invoke(app, ["run", "--data", source, "--model", model]).stdout

@@ -121,7 +121,7 @@ def evaluation_of(
         cut_rows=held_out.rows.cut_rows,
         questions=held_out.questions_available,
         answered=len(samples),
-        adapter=adapter,
+        adapter=(adapter,),
         samples=tuple(samples[:SAMPLES]),
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
         preference=preference,
@@ -149,13 +149,13 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
         known_rows += rows
     if known_rows:
         more = improvement(tuned[known_rows], base[known_rows], labels[known_rows])
-        return Forgetting(more.nats_per_label, more.plus_minus, "", tuple(parts))
+        return Forgetting(more.nats_per_label, more.plus_minus, (), tuple(parts))
     loss = mean_loss(base, labels) if len(labels) else math.inf
     better = "worse" if loss > chance else "hardly better"
     why = f"the base model is {better} than guessing on the general text (loss {loss:.1f}; guessing has {chance:.1f})"
     if text.left_out and len(text.parts) < LEAST_PIECES * len(PARTS):
         why = f"the tokenizer cannot express {counted(text.left_out, 'piece')} of the general text"
-    return Forgetting(None, None, why, tuple(parts))
+    return Forgetting(None, None, (why,), tuple(parts))
 
 
 def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:

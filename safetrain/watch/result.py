@@ -177,7 +177,7 @@ def describe_forgetting(forgetting: Forgetting) -> str:
     """A text such as ``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
     more, half = forgetting.nats_per_token, forgetting.plus_minus
     if more is None or half is None:
-        return f"Forgetting not measured: {forgetting.unsaid}"
+        return f"Forgetting not measured: {' '.join(forgetting.unsaid)}"
     parts = [
         f"{part.name} not measured"
         if part.nats_per_token is None
@@ -247,7 +247,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
     reports = _reports(folder, kind)
     own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else "" for report in reports])
     base, scores = base or base_of(own), run.evaluation
-    if scores is not None and scores.adapter != fingerprint(own):
+    if scores is not None and scores.adapter != (fingerprint(own),):
         scores = None
     license_of_base = _license(base)
     is_paired = scores is not None and scores.preference is not None

@@ -143,7 +143,7 @@ class RunReader:
         """Read what a finished run left."""
         summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
-        stale = evaluation is not None and (summary is None or self.adapter() != evaluation.adapter)
+        stale = evaluation is not None and (summary is None or (self.adapter(),) != evaluation.adapter)
         steps = self._steps(paths.METRICS_CSV.name)
         evaluation = None if stale else evaluation
         return {"steps": steps, "summary": summary, "evaluation": evaluation, "has_stale_evaluation": stale}

@@ -78,7 +78,7 @@ def test_the_gate_compares_the_ends_of_the_intervals(
 ) -> None:
     score = Score(loss=1.0, perplexity=2.0, exact_match_low=0.8, exact_match_high=0.9)
     thresholds = Gate(**dict(zip(GATE, limits, strict=True)))
-    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), thresholds)
+    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, (), ()), thresholds)
     titles = ("better", "not better", "could not be determined", "forgets")
     assert verdict[:2] == (min(code, 2), titles[code])
     assert len(verdict[2]) == sum(limit is not None for limit in limits)

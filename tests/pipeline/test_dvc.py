@@ -56,7 +56,7 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"]
     assert evaluation["questions"] == evaluation["answered"] == 220
     assert evaluation["improvement"]["nats_per_label"] > 10 * evaluation["improvement"]["plus_minus"]
-    assert evaluation["forgetting"]["unsaid"].startswith("the base model is worse than guessing on the general text")
+    assert evaluation["forgetting"]["unsaid"][0].startswith("the base model is worse than guessing on the general text")
     columns = workspace.succeed("dvc", "exp", "show", "--csv").splitlines()[0].split(",")
     assert columns[5] == "improvement.nats_per_label"
     assert columns.index("tuned.exact_match") < columns.index("base.loss") < columns.index("valid_loss")

@@ -65,8 +65,8 @@ def evaluation(samples: tuple[Sample, ...], gain: float = 1.5) -> Evaluation:
     )  # fmt: skip
     parts = tuple(PartLoss(name, 0.1, 0.02) for name in ("English", "Portuguese", "code"))
     return Evaluation(
-        improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, "", parts),
-        rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter="", samples=samples, worst=samples,
+        improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, (), parts),
+        rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter=(), samples=samples, worst=samples,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def make_run(
     start_csv(folder / paths.METRICS_CSV, steps())
     write_record(folder / paths.SUMMARY, dataclasses.replace(SUMMARY, **{**vars(settings), **outcome}))
     measured = found or evaluation((sample("What is it?"),))
-    write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))
+    write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=(fingerprint(adapter),)))
     return output
 
 

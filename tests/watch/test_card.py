@@ -93,7 +93,7 @@ def test_the_licence_is_the_base_s_and_the_results_are_this_adapter_s(project: P
     assert ModelCard(text).data.license == "apache-2.0"
     assert "best model" not in text
     assert not any("no licence" in remark for remark in remarks)
-    change(paths.EVALUATION, adapter="other")
+    change(paths.EVALUATION, adapter=["other"])
     text, remarks = card(folder)
     assert ("0.75" in text, "1656" in text, "about another adapter" in remarks[-1]) == (False, False, True)
     paths.EVALUATION.unlink()

@@ -1,6 +1,7 @@
 """evaluation.json and the reports of exports.
 
-`dvc exp show` has a column per number of evaluation.json in the order of the fields, the most important first.
+`dvc exp show` has a column per number and text of evaluation.json in the order of the fields, the most important
+first. It leaves out lists: a text is in one, or it would be wider than a screen.
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Forgetting:
 
     nats_per_token: float | None
     plus_minus: float | None  # half of the 95 % interval
-    unsaid: str  # why it was not measured; empty if it was
+    unsaid: tuple[str, ...]  # why it was not measured; empty if it was
     parts: tuple[PartLoss, ...]
 
 
@@ -86,7 +87,7 @@ class Evaluation:
     cut_rows: int  # truncated to the length of the training
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample
-    adapter: str  # fingerprint of the measured adapter
+    adapter: tuple[str, ...]  # its fingerprint
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
     preference: Preference | None = None  # of pairs; then ``rows`` and losses are those of pairs
