@@ -109,7 +109,7 @@ def evaluation_of(
         texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
         row, count = question.row, max(1, labels[question.row])
         own = [float(each.losses[row] / count) for each in (base, tuned)]
-        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), own[0], own[1]))
+        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), *own))
     expected = [sample.expected for sample in samples]
     return Evaluation(
         improvement=improvement(*losses, terms),

@@ -215,12 +215,13 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
         low, high = tuned.exact_match_low or 0.0, 1.0 if tuned.exact_match_high is None else tuned.exact_match_high
         measures.append(_compare("exact match", low, high, limits.least_exact_match))
     more, half, undecided = forgotten.nats_per_token, forgotten.plus_minus or 0.0, "could not be determined"
-    if limits.most_forgotten is not None and more is None:
-        measures.append((0, describe_forgetting(forgotten)))
-    elif limits.most_forgotten is not None and more is not None:
-        code, reason = _compare("forgetting, nats per token", more - half, more + half, limits.most_forgotten)
-        measures.append((0 if code == 1 else 2, reason))
-        undecided = "forgets" if code == 0 else undecided
+    if limits.most_forgotten is not None:
+        if more is None:
+            measures.append((0, describe_forgetting(forgotten)))
+        else:
+            code, reason = _compare("forgetting, nats per token", more - half, more + half, limits.most_forgotten)
+            measures.append((0 if code == 1 else 2, reason))
+            undecided = "forgets" if code == 0 else undecided
     code = 1 if 1 in dict(measures) else max(dict(measures))
     return code, ("better", "not better", undecided)[code], [reason for _, reason in measures]
 
@@ -247,7 +248,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
     reports = _reports(folder, kind)
     own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else "" for report in reports])
     base, scores = base or base_of(own), run.evaluation
-    if scores is not None and scores.adapter != (fingerprint(own),):
+    if scores is not None and fingerprint(own) not in scores.adapter:
         scores = None
     license_of_base = _license(base)
     is_paired = scores is not None and scores.preference is not None

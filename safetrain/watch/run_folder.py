@@ -143,9 +143,8 @@ class RunReader:
         """Read what a finished run left."""
         summary = self._record(paths.SUMMARY.name, TrainingSummary)
         evaluation = self._record(paths.EVALUATION.name, Evaluation)
-        stale = evaluation is not None and (summary is None or (self.adapter(),) != evaluation.adapter)
-        steps = self._steps(paths.METRICS_CSV.name)
-        evaluation = None if stale else evaluation
+        stale = evaluation is not None and (summary is None or self.adapter() not in evaluation.adapter)
+        steps, evaluation = self._steps(paths.METRICS_CSV.name), None if stale else evaluation
         return {"steps": steps, "summary": summary, "evaluation": evaluation, "has_stale_evaluation": stale}
 
     def _progress(self, summary: TrainingSummary | None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def evaluation(samples: tuple[Sample, ...], gain: float = 1.5) -> Evaluation:
     parts = tuple(PartLoss(name, 0.1, 0.02) for name in ("English", "Portuguese", "code"))
     return Evaluation(
         improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, (), parts),
-        rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter=(), samples=samples, worst=samples,
+        rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter=("",), samples=samples, worst=samples,
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """evaluation.json and the reports of exports.
 
-`dvc exp show` has a column per number and text of evaluation.json in the order of the fields, the most important
-first. It leaves out lists: a text is in one, or it would be wider than a screen.
+`dvc exp show` has a column per number in the order of the fields, the most important first. Texts in lists have none.
 """
 
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class Evaluation:
     cut_rows: int  # truncated to the length of the training
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample
-    adapter: tuple[str, ...]  # its fingerprint
+    adapter: tuple[str]  # fingerprint of the measured adapter
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
     preference: Preference | None = None  # of pairs; then ``rows`` and losses are those of pairs
