@@ -133,11 +133,9 @@ class RunReader:
             read_at_monotonic_seconds=time.monotonic(),
             **({"steps": newer} if shows_newer else self._results()),
         )
-        if has_newer and not shows_newer:
-            run = dataclasses.replace(run, newer_step=newer[-1].step if newer else 0)
-        else:
-            run = dataclasses.replace(run, **self._progress(run.summary))
-        return dataclasses.replace(run, unreadable=tuple(self._unreadable))
+        newer_step = {"newer_step": newer[-1].step if newer else 0}
+        more = newer_step if has_newer and not shows_newer else self._progress(run.summary)
+        return dataclasses.replace(run, **more, unreadable=tuple(self._unreadable))
 
     def _results(self) -> dict[str, Any]:
         """Read what a finished run left."""
