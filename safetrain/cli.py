@@ -62,7 +62,6 @@ app = Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, 
 
 
 def _tell_version(asked: bool) -> None:
-    """Print the version and exit."""
     if asked:
         print(f"safetrain {version('safetrain')}")
         raise Exit

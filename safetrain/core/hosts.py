@@ -16,8 +16,6 @@ EXAMPLE_HOSTS = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second
 
 @dataclass(frozen=True)
 class Hosts:
-    """The host of each rank."""
-
     names: tuple[str, ...]  # names for ssh, rank 0 first
     backend: str = ""  # named in the file; empty: none
     ports: int = 0  # number of the ring's ports, one for each address

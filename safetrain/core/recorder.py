@@ -181,7 +181,6 @@ class FlightReader:
 
     @property
     def last(self) -> FlightRecord | None:
-        """The newest record."""
         return self.records[-1] if self.records else None
 
     def read(self) -> list[FlightRecord]:

@@ -183,7 +183,6 @@ def normal_quantiles() -> np.ndarray:
 
 
 def describe_shape(shape: ModelShape) -> str:
-    """The main values of a model, for a terminal."""
     share, text = 100 * shape.vocabulary * shape.hidden / shape.parameters, wanted_tokens(shape.parameters)
     return (
         f"{shape.parameters:,} parameters ({share:.0f} % embeddings): {shape.layers} layers of width {shape.hidden}, "
@@ -244,7 +243,6 @@ def _write_tokenizer(folder: Path, definition: str, context: int) -> None:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer's files and the chat template."""
     for path in [*(source / name for name in TOKENIZER_FILES), *sorted(source.glob(TEMPLATES))]:
         if path.is_file():
             target = folder / path.relative_to(source)

@@ -204,13 +204,11 @@ class Repair:
         return row if first == where else None
 
     def _log(self, where: str, what: str, before: object, after: object, **more: str) -> None:
-        """Write a line of the log."""
         record = {"where": where, "what": what, "before": before, "after": after, **more}
         self._log_file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
-        """Repair every text in a value."""
         if isinstance(value, dict):
             return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
         if isinstance(value, list):

@@ -66,7 +66,6 @@ class RowFacts:
         return len(self._numbers) // NUMBERS.itemsize
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
-        """Add the rows of a file that can be trained on."""
         trainable = [
             (each.spot.place, each.row) for each in reads
             if each.row is not None and each.tokens is not None and not each.row.is_rejected
@@ -235,7 +234,6 @@ class Shingles:
         return len(self._ends) - 1
 
     def add(self, words: Words) -> None:
-        """Add the next texts."""
         if len(self) > MOST_TEXTS:
             self._values = array("I")  # too many texts to compare: free the memory
             return

@@ -187,7 +187,6 @@ class _Tally:
     remedy: str = ""
 
     def finding(self, identifier: str, severity: str) -> Finding:
-        """The finding as it is reported."""
         kind, more = KINDS[identifier], ", …" if len(self.details) > SHOWN_DETAILS else ""
         detail = ", ".join(sorted(self.details)[:SHOWN_DETAILS]) + more if kind.lists else next(iter(self.details))
         message = kind.message.format(rows=counted(self.count, "row"), detail=detail)

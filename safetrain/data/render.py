@@ -40,7 +40,6 @@ class ChatForm(NamedTuple):
     null_content: bool = False  # content is None in a call without text, as in OpenAI's format
 
     def of(self, chat: Chat) -> Chat:
-        """Return the chat in this form."""
         return [self._message(dict(message)) for message in chat] if any(self) else chat
 
     def _message(self, value: dict[str, Any]) -> dict[str, Any]:

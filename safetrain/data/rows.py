@@ -146,7 +146,6 @@ class Message:
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the turn has tool calls."""
         return '"tool_calls"' in self.details
 
     @property

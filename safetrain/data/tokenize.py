@@ -177,7 +177,6 @@ class RowReader:
         return tuple(dict(found))
 
     def _tokenize(self, rows: Sequence[RenderedRow]) -> Tokenized:
-        """Tokenize rendered rows in one batch."""
         encodings = iter(self._tokenizer.encode_chats([row.text for row in rows if row.is_chat]))
         return [labelled(row, next(encodings)) if row.is_chat else self._document(row) for row in rows]
 
@@ -215,7 +214,6 @@ class RowReader:
         return number, block
 
     def _compare(self, chosen: TokenRow, rejected: TokenRow, read: ReadRow) -> None:
-        """Compare the rows of a pair."""
         if np.array_equal(chosen.ids[: self.context], rejected.ids[: self.context]):
             is_cut = self.context is not None and max(len(chosen), len(rejected)) > self.context
             detail = f" within the model's context ({self.context} tokens)" if is_cut else ""

@@ -60,7 +60,6 @@ class Validation:
 
     @property
     def has_errors(self) -> bool:
-        """Whether any finding is an error."""
         return any(finding.severity == ERROR for finding in self.findings)
 
     @property
@@ -209,7 +208,6 @@ def _report(
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Hash the contents of all files of rows."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         with path.open("rb") as file:

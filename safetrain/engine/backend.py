@@ -40,7 +40,6 @@ class Device:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether mlx computes on a CPU."""
         return self.name == "cpu"
 
     @property

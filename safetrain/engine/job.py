@@ -45,13 +45,11 @@ class Job(TrainJob):
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the whole run."""
         settings = self.settings
         return total_updates(len(self.rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
 
     @property
     def tokens(self) -> int:
-        """Training tokens of the whole run."""
         return int(self.updates * self.settings.rows_per_update * self.rows.train.inputs().mean())
 
 

@@ -13,7 +13,7 @@ are the model's own. In any other pass, as for answers, a stub reads its block, 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from safetrain.engine.upstream.adaptation import (
     refusals,
     through_few_blocks,
 )
-from safetrain.engine.upstream.generation import padding_refusal
+from safetrain.engine.upstream.generation import padding_refusal, wait_for_the_next_token
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, require_own_head
 
 OUTSIDE = -1  # block number of the weights outside of blocks: embedding, head, norms
@@ -256,7 +256,8 @@ class BaseModel:
         split = None if self.split is None else dataclasses.replace(self.split, trunk=self.split.project)
         return dataclasses.replace(self, module=None, split=split, blocks=None)
 
-    def answering(self, rows: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def answering(self, rows: int) -> Iterator[None]:
         """Generate ``rows`` answers at a time with all threads of a CPU; with one if its products are small.
 
         The threads of a product wait for each other: for milliseconds if another program is busy.
@@ -264,7 +265,11 @@ class BaseModel:
         parts = (part for block in self.module.layers for _, part in block.named_modules() if "weight" in part)
         sizes = [len(part.weight) * inputs_of(part) for part in parts if part.weight.ndim == 2]
         is_large = max(rows, ROWS_AS_SLOW) * sum(sizes) > LEAST_SHARED * len(sizes)
-        return blas_threads(1 if is_large else cores())
+        with blas_threads(1 if is_large else cores()):
+            try:
+                yield
+            finally:
+                wait_for_the_next_token()  # with another number of threads, OpenBLAS frees what it computes with
 
     @functools.cached_property
     def trained(self) -> Trained:

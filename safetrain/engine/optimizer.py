@@ -141,7 +141,6 @@ class _WholeModel(optim.Adam):
                 self._muon.init_single(parameter, state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """One parameter's new value."""
         muon, shrinkage = self._muon, 1 - self.learning_rate * self._decay if parameter.ndim > 1 else 1.0
         if muon is None or "m" in state:
             return super().apply_single(gradient, parameter * shrinkage, state)

@@ -65,8 +65,6 @@ class Watcher:
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run in progress."""
-
     job: Job
     watcher: Watcher
     model: BaseModel

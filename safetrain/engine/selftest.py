@@ -305,7 +305,6 @@ def _open(job: Job, scratch: Path) -> TrainingRun:
 
 
 def _make(run: TrainingRun, update: Update) -> Measured:
-    """Make an update and measure it."""
     began = time.perf_counter()
     make_update(run, update, RATE, began)
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)

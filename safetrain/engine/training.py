@@ -46,8 +46,6 @@ ENOUGH = 8  # earlier updates that are needed to call a higher loss a jump
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished run."""
-
     metrics: TrainingMetrics
     state: TrainState
     trainable_parameters: int
@@ -98,7 +96,6 @@ def _train_steps(run: TrainingRun) -> None:
 
 
 def _rate_after(run: TrainingRun, step: int) -> float:
-    """Learning rate of the update after ``step`` updates."""
     settings = run.job.settings
     return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.job.updates, settings.schedule)
 
@@ -326,7 +323,6 @@ def _number(value: float) -> float | None:
 
 
 def _result(run: TrainingRun) -> Result:
-    """The result of a run that reached its last update."""
     state = run.state
     if not state.final_terms:  # stopped early: use the last updates
         state.final_loss, state.final_terms = sum(state.recent_losses), len(state.recent_losses)

@@ -74,7 +74,6 @@ class TunedModel:
         return self._likeness(self.losses, self.greedy, self.right, np.zeros(1))
 
     def likeness_of(self, model: BaseModel, beat: Beat = lambda: None) -> Likeness:
-        """Compare another model with the tuned one."""
         return self._likeness(*_at_labels(model, self.rows, self.most_tokens, self, beat)[1:])
 
     def _likeness(self, losses: np.ndarray, greedy: np.ndarray, right: np.ndarray, divergences: np.ndarray) -> Likeness:

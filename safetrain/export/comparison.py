@@ -37,7 +37,6 @@ class ExportJob:
     compute_dtype: str | None = None  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
-        """Open a model, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 

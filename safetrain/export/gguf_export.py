@@ -58,7 +58,6 @@ KEEP_MLX = "keep it as an MLX model: safetrain fuse OUT"
 
 
 def report_of(out: Path) -> Path:
-    """Path of the report on a GGUF file."""
     return out.with_name(f"{out.name}.json")
 
 

@@ -229,7 +229,6 @@ class WatchedProcess:
 
     @property
     def return_code(self) -> int:
-        """Exit code of the ended process."""
         return self.process.returncode
 
     @property
@@ -265,7 +264,6 @@ class WatchedProcess:
         self.flight.make_durable()
 
     def new_events(self) -> list[Event]:
-        """Return the events since the last call."""
         events: list[Event] = []
         while not self._events.empty():
             event = self._events.get()

@@ -63,8 +63,6 @@ LEAST_UPDATES, LEAST_UPDATE_TOKENS = 500, 2048  # of pretraining
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The records and rows that a plan is made from."""
-
     data: DataReport
     machine: Machine
     model: ModelFiles
@@ -81,7 +79,6 @@ class Estimate(Setup):
 
     @property
     def micro_batch(self) -> Shape:
-        """The largest micro-batch."""
         tokens = width_of(self.settings.max_seq_length, rectangles=in_rectangles(self.model, self.backend))
         rows = max(self.settings.batch_size, rows_together(self.settings.method))
         return self.largest or Shape(rows, tokens, rows * tokens, rows * tokens, max(rows, ROWS_PER_UPDATE) * tokens)

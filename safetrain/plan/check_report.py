@@ -71,7 +71,6 @@ def skipped(identifier: str, why: str, *, critical: bool = False) -> Check:
 
 
 def from_error(identifier: str, error: SafetrainError) -> Check:
-    """A failed check with the error's text."""
     parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
     return Check(identifier, FAIL, True, "; ".join(parts), error.expected, error.do)
 
@@ -97,7 +96,6 @@ def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check
 
 
 def summarise(checks: Sequence[Check], level: str, seconds: float) -> PreflightReport:
-    """Build the report of these checks."""
     critical = [check.status for check in checks if check.critical]
     code = 1 if FAIL in critical else 2 if SKIP in critical else 0
     passed, warnings, failed, not_run = (sum(check.status == status for check in checks) for status in MARKS)

@@ -122,7 +122,6 @@ def as_planned(run: Estimate) -> tuple[Estimate, str]:
 
 
 def _print_model(console: Console, run: Estimate) -> None:
-    """Print the model in one line."""
     model = run.model
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
     trained = trained_parameters(run)

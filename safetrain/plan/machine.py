@@ -77,7 +77,6 @@ class Probe:
 
 
 def read_machine_now(probe: Probe) -> Machine:
-    """The machine's current properties."""
     device_bytes = probe.device_free_bytes if probe.backend == "cuda" else probe.working_set_bytes
     process_bytes = -(-(probe.process_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
     budget = budget_bytes(probe.backend, device_bytes, read_memory(), process_bytes)

@@ -185,7 +185,6 @@ def data_check(report: DataReport) -> Check:
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
-    """Check that the disk has room for these bytes."""
     free, better = shutil.disk_usage(folder).free, needed_bytes + GIB
     return verdict("DISK-FREE", free >= better, free < needed_bytes, f"{size(free)} free",
                    f"{size(needed_bytes)} for checkpoints and adapter, preferably {size(better)}")  # fmt: skip

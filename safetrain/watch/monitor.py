@@ -194,7 +194,6 @@ def _loss_text(steps: Sequence[StepRecord]) -> str:
 
 
 def _speed_text(steps: Sequence[StepRecord]) -> str:
-    """Speed, learning rate and gradient norm of the newest record."""
     if not steps:
         return ""
     before, last = steps[-2:][0], steps[-1]

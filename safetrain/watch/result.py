@@ -131,7 +131,6 @@ def _can_be_typed(question: str) -> bool:
 
 
 def describe_evaluation(evaluation: Evaluation) -> list[str]:
-    """Describe an evaluation in sentences for a terminal."""
     lines = [describe_loss(evaluation), *describe_preference(evaluation.preference)]
     if evaluation.answered:
         base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))

@@ -62,7 +62,6 @@ class Run:
 
     @property
     def settings(self) -> TrainSettings | None:
-        """Settings of the finished or current training."""
         if self.summary is None and self.job is not None and (self.steps or self.postmortem):
             return self.job.settings
         return self.summary
@@ -94,8 +93,6 @@ class Run:
 
 
 class RunReader:
-    """Reads a run from its folder."""
-
     def __init__(self, output: Path) -> None:
         self.output = output
         self._unreadable = list[tuple[str, str]]()

@@ -15,7 +15,9 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import InterruptedRun, ModelError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout
+from safetrain.engine.cpu.kernels import on_stream
 from safetrain.engine.evaluation import answer, row_losses
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
@@ -35,12 +37,11 @@ FEW_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def errors_of_reading_end_here() -> Iterator[None]:
-    """mlx reports a read that failed ahead of time in whatever it computes next, perhaps another test."""
+    """mlx reports a read that failed ahead of time in whatever a stream computes next, perhaps in another test."""
     yield
-    for _ in range(2):
-        with contextlib.suppress(RuntimeError):
+    for stream in 2 * [contextlib.nullcontext(), *map(on_stream, range(device().shards))]:
+        with contextlib.suppress(RuntimeError), stream:
             mx.synchronize()
-            mx.eval(mx.zeros(1) + 1)
 
 
 def gradient_of(folder: Path, settings: TrainSettings, layout: BatchLayout) -> tuple[float, dict[str, np.ndarray]]:

@@ -158,7 +158,6 @@ class Store:
         return f"{self.files[file]}:{line}"
 
     def question(self, number: int) -> Question:
-        """Read a question."""
         places = zip(OF_QUESTIONS.values(), self.question_bounds, strict=True)
         prompt, answer, text = (self.arrays[name][bounds[number] : bounds[number + 1]] for name, bounds in places)
         words = text.tobytes().decode("utf-8")

@@ -36,7 +36,6 @@ class TokenRow:
 
 
 def token_row(ids: Sequence[int], trained: Sequence[bool]) -> TokenRow:
-    """Make a row from lists."""
     return TokenRow(np.array(ids, dtype=np.uint32), np.array(trained, dtype=np.bool_))
 
 

@@ -173,7 +173,6 @@ def order_fingerprint() -> str:
 
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
-    """The cursor after one update."""
     if cursor.step_in_epoch + 1 < updates_per_epoch(rows, rows_per_update):
         return Cursor(cursor.epoch, cursor.step_in_epoch + 1)
     return Cursor(cursor.epoch + 1, 0)

@@ -173,7 +173,6 @@ def read_bytes(run: Setup, shape: Shape) -> int:
 
 
 def total_bytes(terms: dict[str, int]) -> int:
-    """Sum of the terms, in bytes."""
     return sum(terms.values())
 
 

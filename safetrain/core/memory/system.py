@@ -66,7 +66,6 @@ class Readings:
 
 
 def read_memory() -> Readings:
-    """Read the host's memory."""
     memory = psutil.virtual_memory()
     if sys.platform != "darwin":
         return Readings(memory.total, memory.available)

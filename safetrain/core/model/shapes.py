@@ -49,7 +49,6 @@ class TensorHeader:
 
     @property
     def dequantized_shape(self) -> tuple[int, ...]:
-        """The shape of the dequantized weights."""
         return (*self.shape[:-1], self.shape[-1] * 32 // self.bits) if self.bits else self.shape
 
     @property

@@ -62,7 +62,6 @@ class DataReport:
 
     @property
     def splits(self) -> tuple[tuple[str, SplitReport], ...]:
-        """Splits with their names."""
         return ("train", self.train), ("valid", self.valid), ("test", self.test)
 
     @property
@@ -94,7 +93,6 @@ class Machine:
 
     @property
     def memory_budget(self) -> MemoryBudget:
-        """Memory that a process may use."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 

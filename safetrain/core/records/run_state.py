@@ -49,7 +49,6 @@ class RunIdentity:
     draws: str = ""  # fingerprint of how numpy orders rows
 
     def differences(self, other: "RunIdentity") -> list[str]:
-        """List the differences in words."""
         texts = [words for name, words in DIFFERENCES.items() if getattr(self, name) != getattr(other, name)]
         changed = self._changed_settings(other).items()
         return texts + [f"{key} ({json.dumps(old)} before, {json.dumps(new)} now)" for key, (old, new) in changed]
@@ -107,7 +106,6 @@ def checkpoint_bytes(weight_bytes: int, state_bytes: int) -> int:
 
 
 def name_of(epoch: int, step: int) -> str:
-    """The name of a checkpoint's folder."""
     return f"checkpoint_epoch_{epoch}_step_{step}"
 
 

@@ -226,7 +226,6 @@ def require_short_warmup(warmup_steps: int | None, updates: int) -> None:
 
 
 def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:
-    """Optimizer updates of a whole run."""
     updates = num_epochs * updates_per_epoch(rows, rows_per_update)
     return updates if max_steps is None else min(updates, max_steps)
 

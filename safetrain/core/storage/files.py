@@ -202,7 +202,6 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write a frozen dataclass as JSON."""
     write_json(path, dataclasses.asdict(record))
 
 
@@ -265,7 +264,6 @@ def _field(kind: Any, value: Any) -> Any:
 
 
 def sha256_of(file: Path) -> str:
-    """Hash the file's bytes."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

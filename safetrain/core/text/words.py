@@ -36,7 +36,6 @@ class Words:
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """Divide texts into words."""
     parts = [folded(text) + BORDER for text in texts]
     codes = np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([0, *map(len, parts)])

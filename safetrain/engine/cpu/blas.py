@@ -42,7 +42,10 @@ class Blas:
 
 
 def load_fast_blas() -> Blas:
-    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise."""
+    """Load OpenBLAS into the global symbol scope of this process. If that fails, return the reason; never raise.
+
+    Such a process ends at once, even while a stream computes: OpenBLAS would free its buffers, or wait for ever.
+    """
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
     if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
@@ -56,6 +59,8 @@ def load_fast_blas() -> Blas:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return Blas("reference", False, f"{type(error).__name__}: {error}")
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # with the exit code, after Python's own clean-up
     version = importlib.metadata.version("scipy-openblas32")
     return Blas(f"OpenBLAS {version}", True, "replaces the wheel's slow reference BLAS")
 

@@ -279,7 +279,6 @@ class SplitModel:
         return self.layer.weight if type(self.layer) in (nn.Linear, nn.Embedding) and "bias" not in self.layer else None
 
     def head_of(self, matrix: mx.array) -> Head:
-        """The head as a function of its matrix."""
         return lambda hidden: self.finish(hidden @ matrix.T)
 
 

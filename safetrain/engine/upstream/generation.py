@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -81,6 +81,11 @@ class Conversation:
             self._caches, same = make_prompt_cache(self._module), 0
         del self._ids[same:]
         return same
+
+
+def wait_for_the_next_token() -> None:
+    """mlx-lm computes it ahead, also after an answer's last one."""
+    mx.synchronize(generation_stream)
 
 
 def one_by_one(
