@@ -206,8 +206,7 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
     load_fast_blas()  # before anything imports mlx
     from safetrain.export.comparison import ExportJob
 
-    limits = run.most_tokens, run.mlx_limit_bytes, may_lose / 100
-    return ExportJob(base, adapter, out, rows, *limits, run.compute_dtype)
+    return ExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, may_lose / 100, run.compute_dtype)
 
 
 # Talking

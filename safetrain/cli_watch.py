@@ -45,9 +45,8 @@ def monitor(
         do = similar_path(output) or "name the folder of a run: --output"
         raise ConfigError("The folder does not exist.", where=str(output), do=do)
     reader, screen = RunReader(output), Console(highlight=False, markup=False, emoji=False)
-    is_text = plain or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only
     try:
-        if is_text:
+        if plain or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only:
             _print_lines(lambda: look_at(reader), refresh, once)
         else:
             _draw(lambda: look_at(reader), refresh, once, screen)

@@ -258,8 +258,7 @@ def program_text(source: str) -> str:
 
 
 def _program(texts: dict[str, str], *, example: bool) -> Program:
-    digests = {name: _digest(text) for name, text in texts.items()}
-    return Program(version("safetrain"), example, stage_hashes(), digests)
+    return Program(version("safetrain"), example, stage_hashes(), {name: _digest(text) for name, text in texts.items()})
 
 
 def _digest(text: str) -> str:

@@ -94,8 +94,7 @@ def _as_json(validation: Validation) -> str:
         }
         for row in validation.rows
     ]
-    findings = list(map(asdict, validation.findings))
-    return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
+    return json.dumps({"rows": rows, "findings": list(map(asdict, validation.findings))}, ensure_ascii=False, indent=2)
 
 
 def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:

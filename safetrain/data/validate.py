@@ -170,8 +170,7 @@ def _compared(
         for name in set(settings.shares) - set(files.names):
             count, share = int((parts == SPLITS.index(name)).sum()), round(settings.shares[name] * rows)
             if not share / 2 <= count <= 2 * share and abs(count - share) > FEW_ROWS:
-                detail = f"{name} has {counted(count, noun)} instead of about {share:,}"
-                facts.findings.add("SPLIT-SIZE", detail, count)
+                facts.findings.add("SPLIT-SIZE", f"{name} has {counted(count, noun)} instead of about {share:,}", count)
     compare(facts, parts)
     return parts, how
 

@@ -98,8 +98,7 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
         raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)} blocks")
     mx.random.seed(seed)
     if method in WHOLE:
-        quantized = any(hasattr(part, "bits") for _, part in model.module.named_modules())
-        require_trainable(method, quantized=quantized)
+        require_trainable(method, quantized=any(hasattr(part, "bits") for _, part in model.module.named_modules()))
         for part in [model.module] if method == PRETRAIN else blocks[-lora.num_layers :]:
             part.unfreeze()
             part.update(tree_map(lambda w: w.astype(mx.float32), part.trainable_parameters()))

@@ -94,8 +94,7 @@ def apply_gradient(
     model: BaseModel, optimizer: BlockOptimizer, gradient: Tree, norm: float, rate: float, max_grad_norm: float
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
-    scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    optimizer.update(model.trained, gradient, rate, scale)
+    optimizer.update(model.trained, gradient, rate, min(1.0, max_grad_norm / (norm + 1e-6)))
 
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:

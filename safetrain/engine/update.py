@@ -50,8 +50,7 @@ class Tracer:
     def done(self, phase: Phase, values: Any) -> Any:
         """Compute and return the phase's values, then start the phase that follows, if any."""
         mx.eval(values)
-        is_output = phase is Phase.FORWARD
-        detail = f"output {tuple(values.shape)} {str(values.dtype).split('.')[-1]}" if is_output else ""
+        detail = f"output {tuple(values.shape)} {str(values.dtype).split('.')[-1]}" if phase is Phase.FORWARD else ""
         self._tell(phase, Edge.AFTER, detail)
         if phase in FOLLOWING:
             self._tell(FOLLOWING[phase], Edge.BEFORE)

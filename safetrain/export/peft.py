@@ -45,8 +45,7 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
     unfit = [name for name in arrays if name.rpartition(".")[2] not in THEIRS]
     if unfit:
         what = f"This adapter trains {unfit[0]}, which a PEFT adapter cannot contain."
-        do = "merge the adapter into its base instead: safetrain fuse OUT"
-        raise ModelError(what, where=str(job.adapter), do=do)
+        raise ModelError(what, where=str(job.adapter), do="merge the adapter into its base instead: safetrain fuse OUT")
     comparison, reports = ExportComparison(job, files, say), list[ExportReport]()
 
     def write(folder: Path) -> None:

@@ -123,8 +123,7 @@ def _dvc_command() -> str:
 def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None]) -> Ending:
     write_record(watch.flight / JOB, job)
     open_marker(watch.flight.parent, command_again(), limit_now(job.memory_limit_bytes))
-    environment = gpu_environment(len(job.gpu_rungs), os.environ)
-    return supervise(replace(watch, environment=environment), show)
+    return supervise(replace(watch, environment=gpu_environment(len(job.gpu_rungs), os.environ)), show)
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:

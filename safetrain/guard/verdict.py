@@ -228,8 +228,7 @@ def _memory_readings(ending: Ending) -> tuple[str, ...]:
         data = _expected_data_bytes(ending)
         readings.append(f"private memory {size_text(memory.data_bytes)}, {size_text(data)} expected in this phase")
     if memory.footprint_bytes:
-        least = size_text(memory.available_bytes)
-        readings.append(f"lowest free memory of the machine in the last seconds: {least}")
+        readings.append(f"lowest free memory of the machine in the last seconds: {size_text(memory.available_bytes)}")
     if memory.pressure_level >= WARNING:
         level = "critical" if memory.pressure_level >= CRITICAL else "warning"
         readings.append(f"macOS reported memory pressure ({level})")

@@ -223,8 +223,7 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
     except (IndexError, ValueError, TypeError):
         answer = Answer(None, ended or "it gave no answer", ran_out_of_memory(ended))
     if answer.measured is not None:
-        peak = size_text(answer.measured.peak_bytes)
-        say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {peak}")
+        say(f"dry run: {answer.measured.update_seconds:.2f} s per step, peak {size_text(answer.measured.peak_bytes)}")
     # If the kernel killed the process, or it has no limit of its own, other programs may have used the memory.
     limited, by_kernel = job.memory_limit_bytes is not None, ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = ended.startswith(PASSED_CAP) or (answer.ran_out_of_memory and limited and not by_kernel)

@@ -163,6 +163,5 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
         HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
     except (OSError, HTTPError) as error:
         do = f"check the internet connection, and that your login may write there: {HF_AUTH} whoami; then try again"
-        what = f"The upload failed: {_reason(error)}"
-        raise ModelError(what, where=constants.ENDPOINT, do=do) from error
+        raise ModelError(f"The upload failed: {_reason(error)}", where=constants.ENDPOINT, do=do) from error
     return str(address)

@@ -121,8 +121,7 @@ def engine_checks(machine: Machine, probe: Probe) -> Iterator[Check]:
         text = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
         text = text if probe.blas_is_fast else f"{text}; {probe.blas_reason}"
         needed = f"a fast BLAS, at least {SLOW_GFLOPS:.0f} GFLOP/s"
-        ok = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
-        yield verdict("CPU-BLAS", ok, False, text, needed)
+        yield verdict("CPU-BLAS", probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS, False, text, needed)
 
 
 def environment_checks(static_bytes: int) -> Iterator[Check]:
@@ -213,8 +212,7 @@ def _hosts_check(train: Train) -> Iterator[Check]:
     except ConfigError as error:
         yield from_error("HOSTS-FILE", error)
         return
-    text = f"{counted(train.ranks, 'rank')}, {here} on this machine"
-    yield Check("HOSTS-FILE", PASS, True, text)
+    yield Check("HOSTS-FILE", PASS, True, f"{counted(train.ranks, 'rank')}, {here} on this machine")
 
 
 def model_checks(

@@ -48,8 +48,7 @@ class Prompts:
             prompt = self._tokenizer.template.write(messages, tools, prompt=True, settings=settings)
         except TemplateError as error:
             raise ModelError(f"The model's chat template refuses this chat: {error}") from None
-        as_trained = prompt.removesuffix(self._format.asked) + self._format.opening
-        return self._tokenizer.encode_chat(as_trained)
+        return self._tokenizer.encode_chat(prompt.removesuffix(self._format.asked) + self._format.opening)
 
     def writes_system(self, system: str) -> bool:
         """Whether the template writes a system prompt; raises ModelError if it refuses one."""

@@ -62,8 +62,7 @@ COMPUTES_AT_EXIT = (
     "a = mx.random.normal((1000, 1000))\n"
     "for _ in range(30): a = (a @ a) * 1e-3\n"
     "mx.async_eval(a)\n"
-    "print('all is said')\n"
-    "raise SystemExit(3)\n"
+    "print('all is said'); raise SystemExit(3)\n"
 )
 
 
@@ -71,8 +70,8 @@ COMPUTES_AT_EXIT = (
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_process_ends_with_its_code_while_a_stream_computes(threads: int) -> None:
     """The end of OpenBLAS waits for ever for a thread that computes, or frees what it reads."""
-    code = COMPUTES_AT_EXIT.format(threads=threads)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-c", COMPUTES_AT_EXIT.format(threads=threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, "all is said\n"), done.stderr
 
 

@@ -111,5 +111,4 @@ def require_data_of(report: DataReport, source: str) -> None:
 def require_source(source: str) -> None:
     """Raise DataError if data.path is missing."""
     if not Path(source).exists():
-        do = similar_path(Path(source)) or "correct data.path"
-        raise DataError("data.path does not exist.", where=source, do=do)
+        raise DataError("data.path does not exist.", where=source, do=similar_path(Path(source)) or "correct data.path")

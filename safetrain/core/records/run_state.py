@@ -118,8 +118,7 @@ def checkpoints_in(output: Path) -> list[Checkpoint]:
 
 def write_manifest(folder: Path) -> None:
     """Read every file of ``folder`` back and write down its length and hash."""
-    files = {file.name: _proof(file) for file in sorted(folder.iterdir())}
-    write_json(folder / MANIFEST, {"sha256": files})
+    write_json(folder / MANIFEST, {"sha256": {file.name: _proof(file) for file in sorted(folder.iterdir())}})
 
 
 def fault_of(folder: Path) -> str:

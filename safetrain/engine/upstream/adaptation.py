@@ -310,8 +310,7 @@ def packing_refusal(module: Any) -> str:
         offsets = mx.concatenate([mx.arange(len(row)) for row in PROBE_ROWS])
         ids, rows = mx.array([*PROBE_ROWS[0], *PROBE_ROWS[1]]), PackedRows(offsets, PROBE_BLOCKS)
         packed = asked(call_packed, call, len(module.layers), ids, rows)
-        found = [packed[block.start : block.stop] for block in PROBE_BLOCKS]
-        if not are_close(found, alone):
+        if not are_close([packed[block.start : block.stop] for block in PROBE_BLOCKS], alone):
             raise Refusal("packing rows changes the results")
 
     return refusal_of(module, ask)
