@@ -161,7 +161,7 @@ time.sleep(0.5)  # the supervisor reads twenty times a second who rank 0 is
 os.kill({os.getpid()}, signal.SIGTERM)
 time.sleep(60)
 """
-    ending = run(output, rank_0, f"time.sleep(0.5)\nfail({STOPPED!r})", launched=True)
+    ending = run(output, rank_0, f"time.sleep(1.5)\nfail({STOPPED!r})", launched=True)
     assert (ending.signal_passed_on, ending.rank, ending.return_code) == (signal.SIGTERM, None, 143)
     assert ending.failed == STOPPED
 

@@ -149,7 +149,7 @@ def test_a_signal_saves_the_training_and_puts_the_values_back(
 
 
 def test_after_a_kill_the_values_have_a_name_and_a_second_run_is_refused(workspace: Workspace, before: bytes) -> None:
-    words = ("train.seed=21", "train.max_steps=60")
+    words = ("train.seed=21", "train.max_steps=150")
     process = start(workspace, *words)
     wait_for_training(workspace)
     second = workspace.run("safetrain", "run", "train.seed=1")
@@ -158,7 +158,7 @@ def test_after_a_kill_the_values_have_a_name_and_a_second_run_is_refused(workspa
     kill_all(workspace, process)
     assert params_of(workspace) != before
     said = workspace.run("safetrain", "diagnose").stderr
-    assert "params.yaml holds values of 'safetrain run train.seed=21 train.max_steps=60', which was killed" in said
+    assert "params.yaml holds values of 'safetrain run train.seed=21 train.max_steps=150', which was killed" in said
     assert "train.seed=21 (before: 42)" in workspace.run("dvc", "repro", "-s", "preflight").stderr
     again = workspace.succeed("safetrain", "run", *words)
     assert "this run continues it" in again
