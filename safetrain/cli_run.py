@@ -156,9 +156,7 @@ def _own_params(command: str = "") -> Iterator[None]:
         yield
 
 
-def set_(
-    values: Annotated[list[str], Argument(help="KEY=VALUE, or experiment=NAME for its values")],
-) -> None:
+def set_(values: Annotated[list[str], Argument(help="KEY=VALUE, or experiment=NAME for its values")]) -> None:
     """Write values into params.yaml, to stay; comments stay too."""
     from safetrain.stage import composed, to_pipeline
 
@@ -229,10 +227,7 @@ def runs(
         print_text(f"Experiments are not recorded: {why}.")
 
 
-def stage(
-    name: Annotated[str, Argument()],
-    values: Annotated[list[str] | None, Argument()] = None,
-) -> None:
+def stage(name: Annotated[str, Argument()], values: Annotated[list[str] | None, Argument()] = None) -> None:
     """Run one stage, as a project's dvc.yaml does."""
     require_current()
     os.execv(sys.executable, [sys.executable, "-m", stage_module(name), *(values or [])])

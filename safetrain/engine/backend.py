@@ -12,11 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.memory.system import (
-    DATA_BESIDE_BYTES,
-    machine_room_bytes,
-    read_memory,
-)
+from safetrain.core.memory.system import DATA_BESIDE_BYTES, machine_room_bytes, read_memory
 from safetrain.core.memory.terms import MOST_SHARDS
 from safetrain.engine.child_process import limit_memory
 from safetrain.engine.cpu.blas import cores

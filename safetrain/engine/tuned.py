@@ -17,9 +17,7 @@ from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.memory.terms import FLOAT32, Setup, chunk_tokens
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.evaluation import (
-    Likeness,
-)
+from safetrain.core.records.evaluation import Likeness
 from safetrain.core.records.metrics import Proof, proved_tokens
 from safetrain.core.records.schema import HIGHER_RATE, PRETRAIN
 from safetrain.engine.adapters import set_adapter_weights

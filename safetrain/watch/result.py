@@ -10,14 +10,7 @@ import shutil
 from pathlib import Path, PurePath
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import (
-    counted,
-    duration_text,
-    printable,
-    run_again,
-    size_text,
-    written_again,
-)
+from safetrain.core.formatting import counted, duration_text, printable, run_again, size_text, written_again
 from safetrain.core.lock import is_locked
 from safetrain.core.model.files import hub_id_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
