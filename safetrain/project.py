@@ -347,8 +347,7 @@ def start_dvc(folder: Path = Path()) -> None:
 def _commit(folder: Path, names: list[str]) -> str:
     """Commit only these files. Return a remark if that failed; empty on success."""
     git("add", "--", *names, folder=folder)
-    command = ["-m", "A safetrain project", "--", *names]
-    done = git(*identity(folder), "commit", "--quiet", *command, folder=folder)
+    done = git(*identity(folder), "commit", "--quiet", "-m", "A safetrain project", "--", *names, folder=folder)
     again = shlex.join(["git", "-C", str(folder), "commit"])
     return f"Git could not commit: run {again}" if done is None else ""
 

@@ -204,9 +204,6 @@ def config_error(error: Exception) -> ConfigError:
 def _unknown_key(section: str, key: str, where: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
     near = difflib.get_close_matches(key, names, n=1)
-    return ConfigError(
-        f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
-        where=where,
-        expected="" if near else f"one of {', '.join(prefix + name for name in names)}",
-        do="correct or remove it: this version has no such key",
-    )
+    what = f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else ".")
+    expected = "" if near else f"one of {', '.join(prefix + name for name in names)}"
+    return ConfigError(what, where=where, expected=expected, do="correct or remove it: this version has no such key")

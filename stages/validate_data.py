@@ -68,12 +68,8 @@ def _validated(config: Pipeline) -> DataReport:
     read_model_files(model)  # raises if the model is incomplete
     settings = settings_of(config.data, documents=documents)
     if not documents and corpus_of(source):
-        raise ConfigError(
-            "data.path holds tokenized documents, which only pretraining can use.",
-            where=str(source),
-            expected="train.method=pretrain",
-            got=config.train.method,
-        )
+        what = "data.path holds tokenized documents, which only pretraining can use."
+        raise ConfigError(what, where=str(source), expected="train.method=pretrain", got=config.train.method)
     with still_working("reading and comparing rows"):
         return validate([source], model, settings, paths.VALIDATED).report
 

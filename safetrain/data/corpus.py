@@ -121,8 +121,7 @@ class CorpusReader:
         from many places. A document is never cut. Raises DataError if there are too few documents.
         """
         starts = np.cumsum([0, *(len(each) - 1 for each in self._bounds)])  # of files, in documents
-        own = np.array([SPLITS.index(name) for name in self._names], dtype=np.uint8)
-        parts = np.repeat(own, np.diff(starts))
+        parts = np.repeat(np.array([SPLITS.index(name) for name in self._names], dtype=np.uint8), np.diff(starts))
         missing = {name: share for name, share in shares.items() if name not in self._names}
         if missing:
             lengths = np.concatenate([np.diff(each) for each in self._bounds])
@@ -144,12 +143,8 @@ class CorpusReader:
         return splits, f"{listed} split off train: neighbouring documents from many places, the same in every run"
 
     def _write(self, folder: Path, name: str, runs: Sequence[Run], provenance: Provenance) -> SplitReport:
-        state, stretches, kept, label_bytes = (
-            hashlib.blake2b(digest_size=16),
-            list[DocumentRange](),
-            list[np.ndarray](),
-            0,
-        )
+        state, label_bytes = hashlib.blake2b(digest_size=16), 0
+        stretches, kept = list[DocumentRange](), list[np.ndarray]()
         with StoreWriter(store_path(folder, name), documents=True) as store:
             for file, documents in runs:
                 begin, end = (int(self._bounds[file][each]) for each in (documents.start, documents.stop))

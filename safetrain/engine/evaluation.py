@@ -54,11 +54,8 @@ def answer(
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows = min(len(prompts), MOST_ROWS, max_tokens // (-(-longest // CACHE_STEP) * CACHE_STEP))
     rows = rows if rows > 1 and model.continues_padded else 1
-    tokens = (
-        together(model.module, prompts, ends, max_new_tokens, rows)
-        if rows > 1
-        else one_by_one(model.module, prompts, ends, max_new_tokens)
-    )
+    asked = model.module, prompts, ends, max_new_tokens
+    tokens = together(*asked, rows) if rows > 1 else one_by_one(*asked)
     shares = [0.0] * len(prompts)
     with model.answering(rows):
         for number, token, ended in tokens:

@@ -107,12 +107,10 @@ class Ranks:
         for rank, (host, *theirs) in enumerate(others, 1):
             each = zip(facts, theirs, first, strict=True)
             if differs := [f"{name} ({its}, rank 0: {fact})" for name, its, fact in each if its != fact]:
-                raise ConfigError(
-                    f"Rank {rank} on {host} would train differently from rank 0 on {first_host}.",
-                    expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
-                    got="; ".join(differs),
-                    do="make project, packages, model and data/validated on that machine equal to those of rank 0",
-                )
+                what = f"Rank {rank} on {host} would train differently from rank 0 on {first_host}."
+                do = "make project, packages, model and data/validated on that machine equal to those of rank 0"
+                expected = f"the same {', '.join(facts)} on {counted(self.size, 'rank')}"
+                raise ConfigError(what, expected=expected, got="; ".join(differs), do=do)
 
     def _sum(self, array: mx.array) -> mx.array:
         with self._exchange(0):
@@ -128,11 +126,9 @@ class Ranks:
                 yield
         except RuntimeError as error:
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
-            raise EngineError(
-                f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",
-                where=f"rank {self.rank} of {self.size}, at step {step}",
-                do=f"read the other rank's output; {SAME_COMMAND}",
-            ) from error
+            what = f"{who} is gone: the ranks cannot exchange numbers any more ({error})."
+            where = f"rank {self.rank} of {self.size}, at step {step}"
+            raise EngineError(what, where=where, do=f"read the other rank's output; {SAME_COMMAND}") from error
 
 
 ALONE = Ranks()

@@ -185,11 +185,9 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         raise TrainingError(what, where=str(folder), do=START_OVER) from error
     longer = identity.is_longer_than(theirs)
     if not longer and (differences := identity.differences(theirs)):
-        raise TrainingError(
-            f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}.",
-            where=str(folder.parent / POINTER),
-            do=f"undo the difference to continue that run, or {START_OVER}; then run the same command again",
-        )
+        what = f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}."
+        do = f"undo the difference to continue that run, or {START_OVER}; then run the same command again"
+        raise TrainingError(what, where=str(folder.parent / POINTER), do=do)
     return state, longer
 
 

@@ -182,6 +182,7 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             state.valid_loss = measured[0]
             state.base_valid_loss = measured[0] if state.step == 0 else state.base_valid_loss
     per_epoch = updates_per_epoch(len(run.job.rows.train), run.job.settings.rows_per_update)
+    seconds = state.since_record_seconds
     state.records.append(
         StepRecord(
             step=state.step,
@@ -191,9 +192,7 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             learning_rate=_rate_after(run, state.step - 1) if state.step else None,
             grad_norm=state.grad_norm,
             labels=state.labels,
-            labels_per_second=round(state.since_record_labels / state.since_record_seconds, 1)
-            if state.since_record_seconds
-            else None,
+            labels_per_second=round(state.since_record_labels / seconds, 1) if seconds else None,
             peak_memory_bytes=state.peak_memory_bytes,
             footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),
@@ -201,12 +200,8 @@ def record(run: TrainingRun, *, validate: bool) -> None:
         )
     )
     state.recorded_step = state.step
-    state.since_record_loss, state.since_record_terms, state.since_record_labels, state.since_record_seconds = (
-        0.0,
-        0,
-        0,
-        0.0,
-    )
+    state.since_record_loss = state.since_record_seconds = 0.0
+    state.since_record_terms = state.since_record_labels = 0
     if run.ranks.writes:
         run.write(RECORD_BYTES, lambda: run.watcher.record(state.records))
 
@@ -311,11 +306,9 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     some = ", ".join(str(line) for line in sorted(set(lines))[:32])
     is_jump = math.isfinite(loss) and math.isfinite(norm)
     larger = "To allow this jump, set a larger train.max_loss_jump, or null. " if is_jump else ""
-    return BadUpdateError(
-        f"Update {step} was not applied: {fault}.",
-        where=f"{row_numbers()} {some} in data/validated; loss of each row: {path}",
-        do=f"{larger}Repair these rows in your data, or set {LOWER_RATE}. Then start over: safetrain discard",
-    )
+    what = f"Update {step} was not applied: {fault}."
+    do = f"{larger}Repair these rows in your data, or set {LOWER_RATE}. Then start over: safetrain discard"
+    return BadUpdateError(what, where=f"{row_numbers()} {some} in data/validated; loss of each row: {path}", do=do)
 
 
 def _number(value: float) -> float | None:

@@ -134,11 +134,9 @@ def adapter_arrays(folder: Path, file: str = ADAPTER_FILE) -> dict[str, mx.array
     try:
         return load_arrays(path)
     except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"The adapter's weights cannot be read: {error}",
-            where=str(path),
-            do="the file is damaged or incomplete: copy it again from an intact source, or train again",
-        ) from error
+        what = f"The adapter's weights cannot be read: {error}"
+        do = "the file is damaged or incomplete: copy it again from an intact source, or train again"
+        raise ModelError(what, where=str(path), do=do) from error
 
 
 def save_adapter(

@@ -68,12 +68,9 @@ def require_same_names(base: Path) -> None:
     """Raise ModelError if the family's layers may have other names in transformers, as in models that see images."""
     family = json_object(base / "config.json").get("model_type")  # not that of a text part
     if family not in SAME_NAMES:
-        raise ModelError(
-            f"Layers of {family} may have other names or another order in transformers than in mlx-lm.",
-            where=str(base),
-            expected=f"one of {', '.join(SAME_NAMES)}",
-            do="to export any family, merge adapter and base: safetrain fuse OUT",
-        )
+        what = f"Layers of {family} may have other names or another order in transformers than in mlx-lm."
+        do = "to export any family, merge adapter and base: safetrain fuse OUT"
+        raise ModelError(what, where=str(base), expected=f"one of {', '.join(SAME_NAMES)}", do=do)
 
 
 def write_peft(adapter: Path, arrays: Mapping[str, mx.array], base_name: str, folder: Path) -> None:

@@ -152,8 +152,7 @@ def _relief(job: TrainJob, plan: Recommendation, death: PostMortem) -> tuple[Tra
             return None
         words, environment = GPU_RUNGS[len(job.gpu_rungs)]
         gpu_rung = f"{words} ({' '.join(f'{name}={value}' for name, value in environment.items())})"
-        line = f"step {death.step}: {death.title}: {gpu_rung}"
-        return replace(job, gpu_rungs=(*job.gpu_rungs, line)), gpu_rung
+        return replace(job, gpu_rungs=(*job.gpu_rungs, f"step {death.step}: {death.title}: {gpu_rung}")), gpu_rung
     quantized = read_model_files(Path(job.base)).quantization_bits is not None
     smaller = next_settings(job.settings, quantized=quantized, loading=_is_loading(death))
     if smaller is None or not death.is_memory:

@@ -197,8 +197,7 @@ def _python_error(ending: Ending) -> Cause | None:
     if (timeout := next((line for line in lines if JOIN_TIMEOUT.match(line)), None)) is not None:
         advice = "check the addresses in hosts.json and the firewalls"
         return Cause("ranks_apart", "the ranks could not reach each other", LIKELY, (timeout,), advice=advice)
-    advice = "the traceback is above"
-    return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice)
+    return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice="the traceback is above")
 
 
 def _expected_data_bytes(ending: Ending) -> int:

@@ -325,11 +325,8 @@ def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:
     operations = (FLOPS_PER_WEIGHT + 2 * fit.settings.gradient_checkpointing) * fit.model.parameters
     largest = fit.micro_batch.tokens * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
-    return (
-        START_SECONDS
-        + base_bytes(fit.but(method="lora", compute_dtype=None)) / LOAD_BYTES_PER_SECOND
-        + updates * largest
-    )
+    loading = base_bytes(fit.but(method="lora", compute_dtype=None)) / LOAD_BYTES_PER_SECOND
+    return START_SECONDS + loading + updates * largest
 
 
 def nothing_passed(question: PlannedTraining) -> MachineError:

@@ -112,11 +112,8 @@ def as_planned(run: Estimate) -> tuple[Estimate, str]:
         (run.but(**recomputed), ", blocks recomputed (else it does not fit)"),
         (run.cheapest, ", base left quantized and blocks recomputed (else it does not fit)"),
     ]
-    on_disk = (
-        []
-        if run.settings.method in WHOLE
-        else [(run.cheapest.but(stream_base=True), ", base on disk (in memory, it does not fit)")]
-    )
+    streamed = run.cheapest.but(stream_base=True), ", base on disk (in memory, it does not fit)"
+    on_disk = [] if run.settings.method in WHOLE else [streamed]
     fitting = [way for way in [*ways, *on_disk] if way[0].fits]
     return next(iter([*fitting, *(way for way in (*reversed(ways), *on_disk) if way[0].may_fit), ways[0]]))
 

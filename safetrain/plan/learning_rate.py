@@ -27,10 +27,8 @@ def learning_rate_for(fit: Estimate) -> tuple[float, str]:
     if fit.settings.method == "full":
         why = f"width {width}: a tenth of the rate for LoRA, for {rows} rows per update"
         return float(f"{product / RATE_DIVISOR:.2g}"), why
-    return (
-        rate,
-        f"width {width} and LoRA scale {scale:g}: scale x rate = {rate * scale:.2g}, for {rows} rows per update",
-    )
+    why = f"width {width} and LoRA scale {scale:g}: scale x rate = {rate * scale:.2g}, for {rows} rows per update"
+    return rate, why
 
 
 def pretraining_rate(parameters: int, tokens: int, update_tokens: int) -> tuple[float, str]:

@@ -148,11 +148,8 @@ def _whole_seconds(
     step_seconds, valid_tokens, test = measured.update_seconds, steps["valid_tokens"], question.test
     fed_tokens = max(1.0, _fed_tokens(question, fit))
     forward_seconds = step_seconds / fed_tokens * _forward_cost(question, fit)
-    passes = (
-        1
-        + math.ceil(updates / (question.train.eval_steps or steps["eval_steps"]))
-        + proof_passes(int(updates * fed_tokens), valid_tokens)
-    )
+    validations = 1 + math.ceil(updates / (question.train.eval_steps or steps["eval_steps"]))
+    passes = validations + proof_passes(int(updates * fed_tokens), valid_tokens)
     answers = 2 * ANSWER_COST * min(sizes["answer_tokens"], test.labels)
     evaluated = min(sizes["test_tokens"], test.tokens) + answers + sizes["general_tokens"]
     return round(step_seconds * (updates + evaluated / fed_tokens) + forward_seconds * passes * valid_tokens, 1)
@@ -235,9 +232,8 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
     train, settings, rows = question.train, fit.settings, fit.settings.rows_per_update
     budget = size_text(fit.machine.memory_budget_bytes)
-    predicted = (
-        f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.longest} tokens"
-    )
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget}"
+    predicted += f" at {fit.micro_batch.longest} tokens"
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
         usual = f"{rows * settings.max_seq_length:,} tokens, from the operations of the whole training (DeepSeek's fit)"
@@ -280,9 +276,7 @@ def _why_length(question: PlannedTraining, fit: Estimate) -> str:
         most = f", limited to {MOST_WINDOW}" if length == MOST_WINDOW else ""
         return f"the model's context{most}: documents are packed into windows, nothing is truncated"
     if longest <= length:
-        return (
-            f"the longest row has {longest:,} tokens, so nothing is truncated (lengths are multiples of {WIDTH_STEP})"
-        )
+        return f"the longest row has {longest:,} tokens: nothing is truncated (lengths are multiples of {WIDTH_STEP})"
     by_context = length == fit.model.max_positions
     limit = "to the model's context" if by_context else "to fit the memory; at most 1 row in 200 is truncated"
     return f"the longest row has {longest:,} tokens and is truncated {limit}"
@@ -312,9 +306,8 @@ def _epochs_and_steps(
     enough = math.ceil(target / update_tokens)
     if enough >= total_updates(rows, rows_per_update, epochs, None):
         return epochs, None
-    reasons["max_steps"] = (
-        f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter), {update_tokens:,} per step"
-    )
+    wanted = f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter)"
+    reasons["max_steps"] = f"{wanted}, {update_tokens:,} per step"
     return epochs, enough
 
 

@@ -56,8 +56,7 @@ def render(template: str, **values: Any) -> str:
     }
     functions = (
         configuration_of, coverage_of, death_of, describe_forgetting, describe_preference, describe_proof,
-        describe_rows, history_of, memory_sizes, rows_text, status_of, verdict_of,
-        written_again,
+        describe_rows, history_of, memory_sizes, rows_text, status_of, verdict_of, written_again,
     )  # fmt: skip
     pages.globals |= {"EXACT": EXACT, **{function.__name__: function for function in functions}}
     return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))

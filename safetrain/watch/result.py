@@ -85,10 +85,8 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
             what = "This run has not finished."
             do = "repeat the command that started it, such as 'safetrain run': it continues"
         elif Path("dvc.lock").is_file():
-            what, do = (
-                "The results of the last run are not here.",
-                "safetrain run brings them back, or makes them again",
-            )
+            what = "The results of the last run are not here."
+            do = "safetrain run brings them back, or makes them again"
         raise ConfigError(what, where=str(paths.SUMMARY), got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout' it brings the results back from DVC's cache"
@@ -155,12 +153,8 @@ def describe_loss(evaluation: Evaluation) -> str:
     places, word = _places(half), "better" if gain > 0 else "worse"
     losses = f"{evaluation.base.loss:.{places + 1}f} → {evaluation.tuned.loss:.{places + 1}f}"
     of = f" of {evaluation.rows_available:,}" if evaluation.rows < evaluation.rows_available else ""
-    size = f"{word} by {abs(gain):.{places}f}"
-    size += (
-        f" on one {unit}: no confidence interval"
-        if half is None
-        else f" ± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} {unit}s)"
-    )
+    interval = f"± {half:.{places}f} (95 %, {evaluation.improvement.rows:,}{of} {unit}s)" if half is not None else ""
+    size = f"{word} by {abs(gain):.{places}f} {interval or f'on one {unit}: no confidence interval'}"
     unclear = "no clear difference, " if half is not None and abs(gain) <= half else ""
     return f"Test loss {losses} nats per {term}: {unclear}{size}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_700,
+    "program lines": 24_600,
     "program tokens": 189_000,
     "program files": 121,
     "files under 60 lines": 7,

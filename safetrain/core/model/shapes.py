@@ -61,11 +61,9 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
     """All tensors of the model, quantized if config.json says so; raises ModelError for an unknown architecture."""
     family = str(config.get("model_type", "unknown"))
     if family not in FAMILIES:
-        raise ModelError(
-            f"safetrain cannot plan the architecture {family} from config.json alone.",
-            expected=f"one of {', '.join(FAMILIES)}",
-            do="fetch the model: its files give its size, and a dry run measures its memory",
-        )
+        what = f"safetrain cannot plan the architecture {family} from config.json alone."
+        do = "fetch the model: its files give its size, and a dry run measures its memory"
+        raise ModelError(what, expected=f"one of {', '.join(FAMILIES)}", do=do)
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
     quantization, tensors = config.get("quantization") or {}, list[tuple[str, str, tuple[int, ...]]]()
     for name, shape in _shapes(config, family):

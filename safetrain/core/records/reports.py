@@ -100,12 +100,9 @@ def require_data_of(report: DataReport, source: str) -> None:
     """Raise ConfigError if data/validated was not made from ``source``; DataError if ``source`` does not exist."""
     if report.source != source:
         require_source(source)
-        raise ConfigError(
-            "data/validated was made from different data.",
-            expected=source,
-            got=report.source,
-            do="run validate_data with the same values, or all stages: safetrain run KEY=VALUE",
-        )
+        what = "data/validated was made from different data."
+        do = "run validate_data with the same values, or all stages: safetrain run KEY=VALUE"
+        raise ConfigError(what, expected=source, got=report.source, do=do)
 
 
 def require_source(source: str) -> None:

@@ -174,12 +174,10 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
     """Raise ConfigError if the recommendation is for another model, or a method that needs another learning rate."""
     planned = recommendation.settings.method
     if (method != planned and {method, planned} & set(WHOLE)) or model != recommendation.base:
-        raise ConfigError(
-            "The recommended configuration is for another model or method.",
-            expected=f"train.method={method} on {model}",
-            got=f"{planned} on {recommendation.base}",
-            do="run recommend_config with the same values, or all stages: safetrain run KEY=VALUE",
-        )
+        what = "The recommended configuration is for another model or method."
+        do = "run recommend_config with the same values, or all stages: safetrain run KEY=VALUE"
+        got = f"{planned} on {recommendation.base}"
+        raise ConfigError(what, expected=f"train.method={method} on {model}", got=got, do=do)
 
 
 def resolve(train: Train, lora: Lora, recommended: TrainSettings) -> TrainSettings:

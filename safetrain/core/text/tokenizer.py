@@ -80,8 +80,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
             where = f"line {error.lineno} of the template: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             is_broken = bool(where) or isinstance(error, RecursionError) or any(each in str(error) for each in SANDBOX)
-            message = where + str(error).strip() or type(error).__name__
-            raise TemplateError(message, is_broken=is_broken) from error
+            raise TemplateError(where + str(error).strip() or type(error).__name__, is_broken=is_broken) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -296,5 +295,4 @@ def _require_same_splits(folder: Path, own: Any, repaired: Any) -> None:
     one, two = (json.loads(each.backend_tokenizer.to_str())["pre_tokenizer"] for each in (own, repaired))
     if one != two and json_object(settings).get(REGEX) is None:
         what = "The tokenizer splits words by a rule that Mistral has corrected."
-        do = f'add "{REGEX}": true to this file (false keeps the rule)'
-        raise ModelError(what, where=str(settings), do=do)
+        raise ModelError(what, where=str(settings), do=f'add "{REGEX}": true to this file (false keeps the rule)')
