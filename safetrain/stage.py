@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
+from safetrain.core.foreign import first_line
 from safetrain.core.formatting import RUN, in_hydra_quotes, print_text
 from safetrain.core.params_file import left_behind, read_params, require_same
 from safetrain.core.ranges import LIST, check_ranges, describe_allowed, is_text, keys_of
@@ -150,11 +151,10 @@ def _for_hydra(word: str) -> str:
 def _from_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        what = f"The configuration cannot be read: {str(error).splitlines()[0]}"
-        raise ConfigError(
-            what, where=COMMAND_LINE, got=text, do="quote the texts in it, e.g. '{prompt: \"my column\"}'"
-        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        what = f"The configuration cannot be read: {first_line(error)}"
+        do = "quote the texts in it, e.g. '{prompt: \"my column\"}'"
+        raise ConfigError(what, where=COMMAND_LINE, got=text[:200], do=do) from None
 
 
 def _in_hydra(value: Any) -> str:

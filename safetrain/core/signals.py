@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskError, DiskFullError, InterruptedRun, SafetrainError
@@ -45,7 +44,7 @@ def user_error_of(error: BaseException) -> SafetrainError | None:
     """The error in words that a user can act on; None for a bug. The system's own have their traceback as cause."""
     if not isinstance(error, OSError) or error.errno is None:
         return error if isinstance(error, SafetrainError) else None
-    where = str(error.filename or Path.cwd())
+    where = str(error.filename or "this folder")
     if error.errno in DISK_FULL:
         return DiskFullError("The disk is full.", where=where, do=FREE_AND_CONTINUE)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -32,11 +32,11 @@ Placed = tuple[Place, object]  # the place of a row, and its value, its RowError
 HEAD_BYTES = 64 * 1024
 MOST_ROW_BYTES = MOST_TEXT  # of a row in a file
 MOST_ARRAY = 2**30  # characters
-TOO_LONG = "a row is longer than 8 MiB, which is beyond any model's context"
+TOO_LONG = "a row is longer than 6 MiB, which is beyond any model's context"
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
+BOMB_BYTES, BOMB_RATIO = 16 * 2**20, 200  # text compresses 3 to 10 times, repeated rows 50 times
 BATCH_ROWS = 64  # rows to read from Parquet at a time
 MOST_EQUAL_ROWS = 2**17  # beyond, a table with more rows than bytes is refused: it has hardly any text
 ONE_LINE_EACH = "write JSON lines (one object per line), or one list of all rows"
@@ -96,7 +96,7 @@ def _texts(path: Path) -> Iterator[Placed]:
             size += len(line)
             if size > MOST_ROW_BYTES:
                 do = f"separate the documents with {TEXT_END} lines, or split this one"
-                raise DataError("A document is longer than 8 MiB.", where=f"{path}:{first}", do=do)
+                raise DataError("A document is longer than 6 MiB.", where=f"{path}:{first}", do=do)
         else:
             first = number + 1
 
@@ -163,7 +163,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
-    """Yield each line with its line end; with ``in_pieces``, split lines longer than 8 MiB. Raises DataError."""
+    """Yield each line with its line end; with ``in_pieces``, split lines longer than 6 MiB. Raises DataError."""
     number, size = 1, 0
     try:
         with _opened(path) as stream, io.TextIOWrapper(stream, encoding, newline="\n") as text:
@@ -279,9 +279,10 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
                 number += 1
                 try:
                     row: object = dict(zip(names, map(_value_of, cells, names), strict=True))
-                    room -= _length(row)
                 except RowError as error:
                     row = error
+                characters = len(str(row))
+                row, room = RowError(TOO_LONG) if characters > MOST_ROW_BYTES else row, room - characters
                 if room < 0:
                     raise ValueError(f"it unpacks to more than {BOMB_RATIO} times its size, like a zip bomb")
                 yield Place(0, number), row
@@ -313,14 +314,6 @@ def _batches(path: Path, head: bytes) -> Iterator[Any]:
             if rows > most:
                 raise ValueError("it has more rows than bytes, so there is hardly any text in them")
             yield batch
-
-
-def _length(row: object) -> int:
-    """The characters of a table's row; raises RowError if they are too many."""
-    length = len(str(row))
-    if length > MOST_ROW_BYTES:
-        raise RowError(TOO_LONG)
-    return length
 
 
 def _value_of(cell: Any, column: str) -> object:

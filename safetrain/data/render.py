@@ -289,5 +289,4 @@ def _lost(row: Row, index: int, kind: str) -> Remark:
         return "ANSWER-LOST", "a tool call"
     if message.role == "assistant" and message.trained:
         return "ANSWER-LOST", "an answer"
-    role = "system" if message.role == "developer" else message.role
-    return "TEXT-LOST", f"the {role} message"
+    return "TEXT-LOST", f"the {'system' if message.role == 'developer' else message.role} message"

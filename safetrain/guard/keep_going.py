@@ -158,8 +158,7 @@ def _relief(job: TrainJob, plan: Recommendation, death: PostMortem) -> tuple[Tra
     if smaller is None or not death.is_memory:
         return None
     rung = Rung(job.settings, death.step, death.title)
-    smaller_job = replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None)
-    return smaller_job, str(smaller)
+    return replace(job, settings=smaller, rungs=(*job.rungs, rung), mlx_limit_bytes=None), str(smaller)
 
 
 def _with_advice(output: Path, death: PostMortem) -> PostMortem:

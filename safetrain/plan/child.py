@@ -195,9 +195,8 @@ def dry_run_path(model: ModelFiles, machine: Machine, job: TrainJob, rows: str) 
     """
     keys = *MEMORY, "num_epochs", "max_steps", "max_examples", "seed"
     settings = [getattr(job.settings, key) for key in keys]
-    limits = job.memory_budget, job.memory_limit_bytes, job.mlx_limit_bytes
     here = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
-    key = digest_of(f"{rows} {settings} {limits}")
+    key = digest_of(f"{rows} {settings} {(job.memory_budget, job.memory_limit_bytes, job.mlx_limit_bytes)}")
     return answers_about("dry_runs", model.fingerprint, here) / f"{key}.json"
 
 

@@ -121,10 +121,9 @@ def as_planned(run: Estimate) -> tuple[Estimate, str]:
 def _print_model(console: Console, run: Estimate) -> None:
     model = run.model
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
-    trained = trained_parameters(run)
     weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
     blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
-    console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained")
+    console.print(f"{model.model_type}: {weights}, {blocks}; {trained_parameters(run) / 1e6:.1f}M trained")
 
 
 def _table(console: Console, title: str, *columns: str) -> Table:

@@ -37,7 +37,6 @@ def pretraining_rate(parameters: int, tokens: int, update_tokens: int) -> tuple[
     0.3118 C^-0.125 (arXiv 2401.02954, formula 1) x sqrt(batch / fitted batch).
     """
     operations = 6.0 * parameters * tokens
-    usual = fitted_update_tokens(operations)
-    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
+    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / fitted_update_tokens(operations))))
     sizes = f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens"
     return float(f"{min(rate, HIGHEST_RATE):.2g}"), f"{sizes}, {update_tokens:,} per step (DeepSeek's fit)"

@@ -171,8 +171,7 @@ def answer_path(model_fingerprint: str) -> Path:
     else:
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         graphics = [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
-    words = model_fingerprint, chip_name(), str(usable_cores()), *graphics
-    return answers_about("probes", *words).with_suffix(".json")
+    return answers_about("probes", model_fingerprint, chip_name(), str(usable_cores()), *graphics).with_suffix(".json")
 
 
 def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_module: str = "") -> Machine:

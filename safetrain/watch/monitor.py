@@ -250,8 +250,7 @@ def screen_of(view: MonitorView) -> Group:
     names += [f"{job.ranks} ranks"] if job is not None and job.ranks > 1 else []
     is_bad = view.state in (State.DIED, State.GONE)
     state = Text(f" {view.state.value.upper()} ", style="bold reverse" if is_bad else "reverse")
-    now = clock_text(run.read_at_seconds, run.read_at_seconds)
-    words = f"  {now}  {printable('  '.join(filter(None, names)))}"
+    words = f"  {clock_text(run.read_at_seconds, run.read_at_seconds)}  {printable('  '.join(filter(None, names)))}"
     head = Text.assemble(state, words, no_wrap=True, overflow="ellipsis")
     lines: list[RenderableType] = [head, *map(Text, place_lines(view))]
     if run.begun is not None:

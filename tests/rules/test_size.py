@@ -14,8 +14,8 @@ from tests.conftest import ROOT
 CEILINGS = {
     "program lines": 24_600,
     "program tokens": 189_000,
-    "program files": 121,
-    "files under 60 lines": 7,
+    "program files": 122,
+    "files under 60 lines": 8,
     "dataclasses": 133,
     "helper modules with one importer": 12,
     "keys of params.yaml": 57,

@@ -164,6 +164,8 @@ def link_file(source: Path, target: Path) -> None:
     with contextlib.suppress(OSError):
         os.link(source.resolve(), target)  # DVC may have made the source a symbolic link
         return
+    if not source.is_file():  # a device has no end
+        raise shutil.SpecialFileError(f"{source} is not a plain file")
     shutil.copy2(source, target)
 
 

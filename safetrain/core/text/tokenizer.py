@@ -29,7 +29,7 @@ SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable
 REGEX = "fix_mistral_regex"  # set to False by transformers if a tokenizer of Mistral may be wrong
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
 MOST_ADDED = 2**17  # characters that a template adds to a chat, of which it may write everything twice
-MOST_TEXT = 2**23  # characters of a row: about two million tokens, for which the tokenizer needs 1.6 GiB
+MOST_TEXT = 6 * 2**20  # characters of a row: over a million tokens, for which the tokenizer needs 1.2 GiB
 
 
 class TemplateError(ValueError):
