@@ -21,18 +21,12 @@ from safetrain.core.errors import (
     SafetrainError,
 )
 from safetrain.core.lock import lock_path, require_no_training, training_lock
-from safetrain.core.records.run_state import (
-    MANIFEST,
-    Checkpoint,
-    fault_of,
-    name_of,
-    to_prune,
-    write_manifest,
-)
+from safetrain.core.records.run_state import MANIFEST, Checkpoint, fault_of, name_of, to_prune, write_manifest
 from safetrain.core.signals import user_error_of
 from safetrain.core.storage.files import (
     cache_directory,
     keep_text,
+    link_file,
     with_traceback,
     write_atomic,
     write_folder,
@@ -146,6 +140,12 @@ def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -
     write_folder(tmp_path / "adapters", write)
     assert (tmp_path / "adapters").is_symlink()
     assert [file.name for file in elsewhere.iterdir()] == ["new"]
+
+
+def test_a_device_is_no_result_to_keep(tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")  # copied, it fills the disk
+    with pytest.raises(OSError, match="not a plain file"):
+        link_file(tmp_path / "zero", tmp_path / "copy")
 
 
 def test_an_error_of_the_system_is_told_in_words_with_its_file(tmp_path: Path) -> None:

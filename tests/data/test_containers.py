@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -94,6 +96,14 @@ def test_bad_rows_are_counted_the_first_listed_and_a_fault_of_many_told_once(tmp
     assert str(caught.value).count("unknown keys (question, reply to)") == 1
     assert f"where:    {path}:1; {path}:2; {path}:3; …\n" in str(caught.value)
     assert f"where:    {path}:31:2\n" in str(caught.value)
+
+
+def test_wide_cells_count_where_a_table_unpacks_to_much(tmp_path: Path) -> None:
+    """Each row is too long to be read, and costs as much as if it were not."""
+    cells = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), ["x" * 7 * MIB])
+    pyarrow.parquet.write_table(pyarrow.table({"text": cells}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
+        sum(1 for _ in rows_of(tmp_path / "a.parquet"))
 
 
 WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x" * 70_000}], "question": "q", "answer": "a"}

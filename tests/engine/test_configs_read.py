@@ -71,9 +71,7 @@ def by_mlx_lm(config: dict[str, Any]) -> Any:
     return architecture(arguments.from_dict(config))
 
 
-def test_both_spellings_of_rotary_settings_give_every_family_the_same_logits(
-    subtests: pytest.Subtests,
-) -> None:
+def test_both_spellings_of_rotary_settings_give_every_family_the_same_logits(subtests: pytest.Subtests) -> None:
     """To the bit. A scaling that a family does not compute is refused by name, and no other scaling is."""
     same, refused = 0, 0
     for family in families():

@@ -21,14 +21,7 @@ import pytest
 from safetrain.core.errors import DiskFullError, InterruptedRun, TrainingError
 from safetrain.core.recorder import Phase, Recorder, read_flight
 from safetrain.core.records.metrics import parse_csv
-from safetrain.core.records.run_state import (
-    MANIFEST,
-    TEXT_BYTES,
-    RunIdentity,
-    RunState,
-    checkpoints_in,
-    write_manifest,
-)
+from safetrain.core.records.run_state import MANIFEST, TEXT_BYTES, RunIdentity, RunState, checkpoints_in, write_manifest
 from safetrain.core.records.settings import identity_of
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import HISTORY, POINTER

@@ -18,14 +18,7 @@ from safetrain.core.formatting import describe_proof
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.evaluation import Likeness
-from safetrain.core.records.metrics import (
-    LEAST_PROVED,
-    Proof,
-    StepRecord,
-    append_csv,
-    parse_csv,
-    start_csv,
-)
+from safetrain.core.records.metrics import LEAST_PROVED, Proof, StepRecord, append_csv, parse_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings, identity_of
 from safetrain.engine.backend import device

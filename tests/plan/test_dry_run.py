@@ -16,16 +16,7 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainJob
 from safetrain.engine.job import load_job, own_largest_update
-from safetrain.plan.child import (
-    PASSED_CAP,
-    Answer,
-    ChildFailed,
-    dry_run_path,
-    most_bytes,
-    run_json,
-    run_lines,
-    try_out,
-)
+from safetrain.plan.child import PASSED_CAP, Answer, ChildFailed, dry_run_path, most_bytes, run_json, run_lines, try_out
 from tests.plan.test_recommend import machine
 from tests.stores import write_stores
 from tests.support.random_models import build_model

@@ -35,6 +35,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     ("model.path=", "model.path is empty"),
     ("experiment=nosuch", "Could not find 'experiment/nosuch'|minimal|smoke"),
     ("train.seed=[1", "The configuration cannot be read"),
+    (f"data.columns={'[' * 3000}", "it is nested too deeply"),
     ("+train.learning_rat=1", "Unknown key train.learning_rat: did you mean train.learning_rate?"),
     ("++foo.bar=1", "Unknown key foo.|one of model, data, train"),
     ("hydra.run.dir=x", "Unknown key hydra."),

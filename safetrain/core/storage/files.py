@@ -165,7 +165,7 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)  # DVC may have made the source a symbolic link
         return
     if not source.is_file():  # a device has no end
-        raise OSError(errno.EINVAL, "it is not a plain file", str(source))
+        raise OSError(errno.EINVAL, "it is not a plain file", source)
     shutil.copy2(source, target)
 
 
