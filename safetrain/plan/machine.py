@@ -41,6 +41,7 @@ from safetrain.plan.child import (
 )
 
 TIMEOUT_SECONDS = 600
+LEAST_BYTES = 300 * 2**20  # of a limit: with less, mlx's readers of files may wait for ever for their threads
 SLOW_GFLOPS = 10.0  # float32 matrix product; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # rounding steps that hide noise
 PROCESS_GROWTH_BYTES = 64 * 2**20  # growth of Python and libraries during training (measured, Linux CPU)
@@ -149,7 +150,7 @@ def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int
         return probe, ""
     opens_as_stored = probe.backend != "cpu" or model.quantization_bits is not None
     opened_bytes = model.static_bytes if opens_as_stored else FLOAT32 * model.parameters
-    if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
+    if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes or (own_limit or GIB) < LEAST_BYTES:
         return probe, ""
     try:
         arguments = ["--model", str(model.folder), *([] if own_limit is None else [str(own_limit)])]

@@ -74,8 +74,7 @@ def examine(
     if machine is not None and probe is not None:
         checks += engine_checks(machine, probe)
     else:
-        why = f"mlx does not work here: {why_not}"
-        checks.append(verdict("HW-GPU", False, True, why, "mlx starts"))
+        checks.append(verdict("HW-GPU", False, True, f"mlx does not work here: {why_not}", "mlx starts"))
     held_bytes = model.static_bytes if model is not None and must_fit(train) else 0
     checks += [*environment_checks(held_bytes), model_check, data_check]
     checks += [previous_run_check(paths.OUTPUT, identity), *_hosts_check(train)]
@@ -83,8 +82,7 @@ def examine(
         why = "the model is incomplete" if model is None else "mlx does not work"
         return [*checks, *(skipped(each, why) for each in ("MODEL-LOAD", "MODEL-TRAIN", *PLANNED))], machine
     checks += model_checks(model, machine, probe, train, level)
-    is_refused = FAIL in (each.status for each in checks[-2:])
-    if data is None or rows is None or is_refused:
+    if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
         why = "the data is missing" if data is None else "the weights do not fit, or the model cannot be trained"
         return [*checks, *(skipped(each, why) for each in PLANNED)], machine
     inputs = PlanInputs(data, machine, model, rows)
@@ -145,8 +143,7 @@ def pressure_check(level: int, free_percent: int) -> Check:
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
     text = f"memory pressure level {level}, {free_percent} % free"
-    needed = f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free"
-    return verdict("ENV-SWAP", not short, False, text, needed)
+    return verdict("ENV-SWAP", not short, False, text, f"level below {CRITICAL}, at least {LITTLE_FREE_PERCENT} % free")
 
 
 def model_files(folder: Path) -> tuple[ModelFiles | None, Check]:
