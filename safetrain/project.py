@@ -111,7 +111,8 @@ def params() -> Any:
 
 def model_of_params() -> Path:
     """model.path of params.yaml."""
-    return Path(params().model.path)
+    with told("params.yaml names no model", PARAMS, kind=ConfigError):
+        return Path(params().model.path)
 
 
 def console() -> "Console":
@@ -348,8 +349,7 @@ def _commit(folder: Path, names: list[str]) -> str:
     """Commit only these files. Return a remark if that failed; empty on success."""
     git("add", "--", *names, folder=folder)
     done = git(*identity(folder), "commit", "--quiet", "-m", "A safetrain project", "--", *names, folder=folder)
-    again = shlex.join(["git", "-C", str(folder), "commit"])
-    return f"Git could not commit: run {again}" if done is None else ""
+    return f"Git could not commit: run {shlex.join(['git', '-C', str(folder), 'commit'])}" if done is None else ""
 
 
 def git(*words: str, folder: Path = Path(), index: str = "") -> str | None:

@@ -57,14 +57,18 @@ def printable(text: str) -> str:
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
-    """Print on stdout, or on ``stream``. On a terminal, long lines break between words and keep their indentation."""
+    """Print on stdout, or on ``stream``. On a terminal, long lines break between words and keep their indentation.
+
+    Characters that it does not have are question marks.
+    """
     out, lines = stream or sys.stdout, printable(text).split("\n")
     if out is None:  # closed
         return
     if out.isatty():
         width = shutil.get_terminal_size().columns
         lines = [_wrapped(line, width) if len(line) > width else line for line in lines]
-    print("\n".join(lines), file=out, flush=True)
+    encoding = out.encoding or "utf-8"
+    print("\n".join(lines).encode(encoding, "replace").decode(encoding), file=out, flush=True)
 
 
 def _wrapped(line: str, width: int) -> str:

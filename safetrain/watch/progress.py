@@ -92,8 +92,6 @@ def say(text: str) -> None:
     """Print; a terminal that is gone must not end the run."""
     try:
         print_text(text)
-    except UnicodeError:  # characters that the terminal does not have
-        say(text.encode("ascii", "replace").decode())
     except OSError:
         sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
 
@@ -122,7 +120,7 @@ def show_end(summary: TrainingSummary) -> None:
 def say_on_terminal(text: str) -> None:
     """Print to stderr for a person who waits: only on a terminal, never to a log or a program."""
     if sys.stderr.isatty():
-        with suppress(OSError, UnicodeError):
+        with suppress(OSError):
             print_text(text, sys.stderr)
 
 

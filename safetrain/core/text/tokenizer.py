@@ -53,8 +53,7 @@ class ChatTemplate:
         """The template for rows with or without tools, chosen as transformers does; raises TemplateError."""
         name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         if name not in self.sources:
-            only = ", ".join(sorted(self.sources))
-            raise TemplateError(f"the model has no template named default (only {only})")
+            raise TemplateError(f"the model has no template named default (only {', '.join(sorted(self.sources))})")
         return self.sources[name]
 
     def write(self, messages: Messages, tools: Tools = None, *, prompt: bool = False, settings: Settings = None) -> str:
