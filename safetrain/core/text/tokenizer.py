@@ -231,10 +231,10 @@ class ChatTokenizer:
     @functools.cached_property
     def model_stop_ids(self) -> frozenset[int]:
         """Ids of the stop tokens in the model's files: tokenizer, generation_config.json, config.json."""
-        ids = {self.end_id}
+        ids = [self.end_id]
         for name in ("generation_config.json", "config.json"):
             value = json_object(self.folder / name).get("eos_token_id")
-            ids |= set(value) if isinstance(value, list) else {value}
+            ids += value if isinstance(value, list) else [value]
         return frozenset(number for number in ids if isinstance(number, int) and 0 <= number < self.size)
 
     @functools.cached_property
