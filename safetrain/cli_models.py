@@ -92,8 +92,8 @@ def fuse(
 
     with still_working(f"writing and measuring {out}"):
         report = fuse_adapter(job, print_text, FLOAT if as_float else bits)
-    share = f"keeps {100 * report.kept:.1f} % of the improvement"
-    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}, {share}")
+    what = f"{report.type}, {size_text(report.size_bytes)}, keeps {100 * report.kept:.1f} % of the improvement"
+    print_text(f"{out} is written: {what}")
     print_text(f"Ask it: safetrain chat --base --model {shlex.quote(str(out))}; any MLX program opens it too")
     try:
         remarks = write_card(out, adapter, job.base, read_run())

@@ -203,7 +203,9 @@ def _instead(key: str, value: str) -> str:
     folder = Path("data" if key == "data.path" else "models")
     if hint := similar_path(Path(value)) or similar_path(folder / Path(value).name):
         return hint
-    return f"for the Hub: hub:{value}" if HUB_NAME.fullmatch(value) else f"correct the path; here is {Path.cwd()}"
+    if HUB_NAME.fullmatch(value) and not Path(value).parent.is_dir():
+        return f"for the Hub: hub:{value}"
+    return f"correct the path; here is {Path.cwd()}"
 
 
 def runs(

@@ -171,6 +171,8 @@ def make_project(folder: Path, *, example: bool) -> None:
     Raise ConfigError if one of its files exists.
     """
     texts, folders = project_files(example=example), EXAMPLE if example else ()
+    if (folder / "README.md").is_file():  # a repository's own
+        del texts["README.md"]
     for name in (*texts, *folders):
         if (folder / name).exists():
             do = f"choose another folder, or move {name} away; to update a project: safetrain update"
@@ -190,7 +192,8 @@ def make_project(folder: Path, *, example: bool) -> None:
 
 def project_files(*, example: bool) -> dict[str, str]:
     """The text of each file in a new project, by name."""
-    text = shipped("params.yaml").read_text(encoding="utf-8")
+    own = shipped("params.yaml")  # in a clone, a run may have lent it values
+    text = git("show", "HEAD:./params.yaml", folder=own.parent) or own.read_text(encoding="utf-8")
     if not example:
         text = with_value(with_value(text, "data.path", "data/mine.jsonl"), "model.path", "models/mine")
     texts = {"params.yaml": text, "dvc.yaml": pipeline_text(), "README.md": README, ".gitignore": GITIGNORE}

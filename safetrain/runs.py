@@ -207,11 +207,14 @@ def _text_in(ref: str, file: Path) -> str:
 
 def _reached(text: str) -> tuple[str, str, str]:
     """The main scores of evaluation.json, as far as they are there."""
-    scores = json.loads(text or "{}")
-    tuned, gain = scores.get("tuned") or {}, scores.get("improvement") or {}
-    match, loss = tuned.get("exact_match"), tuned.get("loss")
-    better = f"{gain['nats_per_label']:.3f} ± {gain['plus_minus']:.3f}" if "plus_minus" in gain else ""
-    return better, "" if match is None else f"{match:.1%}", "" if loss is None else f"{loss:.4f}"
+    try:
+        scores = json.loads(text or "{}")
+        tuned, gain = scores.get("tuned") or {}, scores.get("improvement") or {}
+        match, loss = tuned.get("exact_match"), tuned.get("loss")
+        better = f"{gain['nats_per_label']:.3f} ± {gain['plus_minus']:.3f}" if "plus_minus" in gain else ""
+        return better, "" if match is None else f"{match:.1%}", "" if loss is None else f"{loss:.4f}"
+    except (ValueError, KeyError, TypeError, AttributeError):  # a damaged file, or another program's
+        return "", "", ""
 
 
 def _values_of(lock: str) -> dict[str, Any]:

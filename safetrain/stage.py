@@ -203,7 +203,8 @@ def config_error(error: Exception) -> ConfigError:
 
 def _unknown_key(section: str, key: str, where: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
-    near = difflib.get_close_matches(key, names, n=1)
-    what = f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else ".")
+    near = [f"{each}.{key}" for each in names if not section and key in keys_of(each)]
+    near += [prefix + name for name in difflib.get_close_matches(key, names, n=1)]
+    what = f"Unknown key {prefix}{key}" + (f": did you mean {near[0]}?" if near else ".")
     expected = "" if near else f"one of {', '.join(prefix + name for name in names)}"
     return ConfigError(what, where=where, expected=expected, do="correct or remove it: this version has no such key")

@@ -61,8 +61,7 @@ def limited(seconds: float = MOST_SECONDS, memory_bytes: int = MOST_BYTES) -> It
     is_main = threading.current_thread() is threading.main_thread()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if sys.platform == "linux":
-        pages = int(os.pread(_sizes(os.getpid()), SIZES_BYTES, 0).split()[DATA])
-        most = pages * resource.getpagesize() + memory_bytes
+        most = int(os.pread(_sizes(os.getpid()), SIZES_BYTES, 0).split()[DATA]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     if is_main:
         _catch_timer()

@@ -52,8 +52,7 @@ def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
     """
     place = f"{death.phase} of step {death.step}" if death.step else death.phase
     if death.rows:
-        size = f"{counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
-        place += f", micro-batch {death.micro_batch}: {size}"
+        place += f", micro-batch {death.micro_batch}: {counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
     if death.row_ids:
         more = ", …" if death.rows > len(death.row_ids) else ""
         place += f" ({row_numbers()} {', '.join(map(str, death.row_ids))}{more})"

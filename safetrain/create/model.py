@@ -81,8 +81,7 @@ def vocabulary_for(shape: ModelShape, text_bytes: int) -> int:
     of T tokens.
     """
     rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
-    sizes = range(1, shape.vocabulary + 1)
-    most = bisect.bisect_right(sizes, rarest, key=lambda size: size * (math.log(size) + 0.58))
+    most = bisect.bisect_right(range(1, shape.vocabulary + 1), rarest, key=lambda size: size * (math.log(size) + 0.58))
     return min(shape.vocabulary, max(most // FINE_STEP * FINE_STEP, SMALL_VOCABULARY))
 
 
@@ -166,8 +165,7 @@ def initial_weights(shape: ModelShape, seed: int, tensor: TensorHeader) -> Itera
     bits = np.random.Philox(key=int.from_bytes(key, "little"))
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)
-        places = bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")[:size]
-        yield table[places].tobytes()
+        yield table[bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")[:size]].tobytes()
 
 
 @functools.cache

@@ -196,8 +196,7 @@ class Repair:
             return None
         if value != before:
             self._log(where, "form", before, value)
-        digest = hashlib.blake2b(row.identity().encode(), digest_size=16).digest()
-        first = self._first_places.setdefault(digest, where)
+        first = self._first_places.setdefault(hashlib.blake2b(row.identity().encode(), digest_size=16).digest(), where)
         if first != where:
             self._log(where, "duplicate", mended, None, reason=f"repeats {first}")
         return row if first == where else None

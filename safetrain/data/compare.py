@@ -74,7 +74,8 @@ class RowFacts:
         words = words_of(texts)
         self._shingles.add(words)
         numbers = [
-            (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
+            (file, *place, plain_digest(row.identity()), own or plain_digest(text),
+             plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text),
              _context(row), *_answer(row), _answer(row.divided()[1])[0] if row.rejected else 0)
             for (place, row), text, own in zip(trainable, texts, digests(words).tolist(), strict=True)
         ]  # fmt: skip
@@ -189,11 +190,6 @@ def plain_digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
 
 
-def strict_digest(text: str) -> int:
-    """Hash a text, ignoring case, white space and the punctuation at its end."""
-    return plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text)
-
-
 def _compared_text(row: Row) -> str:
     """The text to compare: all that the user asks in a row, or else its last answer; all of a bare text."""
     question = "\n".join([message.content for message in row.messages if message.role == "user"])
@@ -280,8 +276,7 @@ class _CandidateSearch:
                 return self._labels, f"only {MOST_CANDIDATES:,} pairs of similar questions were compared"
             if distance.bit_count() == 1:  # a large group soon becomes one cluster: no need to compare it further
                 own = self._labels[texts]
-                several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
-                at = at[np.repeat(several, sizes)[at]]
+                at = at[np.repeat(np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts), sizes)[at]]
         return self._labels, ""
 
     def _common_runs(self) -> np.ndarray:
@@ -291,8 +286,7 @@ class _CandidateSearch:
         for batch in batches(self._sizes, BLOCK) if often.any() else ():
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             kept = often[values & MASK]
-            codes = np.unique(_joined(values[kept], of_text[kept]))
-            found.append(np.unique(codes >> HALF, return_counts=True))
+            found.append(np.unique(np.unique(_joined(values[kept], of_text[kept])) >> HALF, return_counts=True))
         runs, counts = map(np.concatenate, zip(*found, strict=True))
         there, places = np.unique(runs, return_inverse=True)
         return there[np.bincount(places, counts) >= least].astype(np.uint32)
@@ -351,8 +345,7 @@ class _CandidateSearch:
     def _are_near(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         (values, pair), (others, other_pair) = self._runs(first), self._runs(second)
         keys = np.sort(_joined(np.concatenate([pair, other_pair]), np.concatenate([values, others])))
-        twice = keys[1:][keys[1:] == keys[:-1]] >> HALF
-        common = np.bincount(twice.astype(np.int64), minlength=len(first))
+        common = np.bincount((keys[1:][keys[1:] == keys[:-1]] >> HALF).astype(np.int64), minlength=len(first))
         together = self._sizes[first] + self._sizes[second]
         return np.asarray(common * (1 + self._similarity) >= self._similarity * together - 1e-9)
 

@@ -98,8 +98,7 @@ class CorpusReader:
     def digest(self) -> str:
         """Hash all files of the corpus."""
         digests = [hashlib.sha256(each.tobytes()).hexdigest() for each in self._bounds]
-        parts = list(zip(self._files, digests, strict=True))
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(list(zip(self._files, digests, strict=True))).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
         """Report a corpus made with a different tokenizer: its text, tokenized again, gives different ids."""

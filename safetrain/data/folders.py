@@ -133,10 +133,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise DataError(what, where=str(folder), do=do) from None
     inside = sorted(there, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(20), path.name))
     for path in inside:
-        if path.is_symlink() and not path.is_file():
-            what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
-            do = f"remove it, or set {override('data.path', path.resolve())}"
-            raise DataError(what, where=str(path), got=f"a link to {shown(str(path.readlink()))}", do=do)
+        if not path.is_file() and (path.is_symlink() or not path.is_dir()):
+            what = "A pipe or a device lies in the data folder."
+            if path.is_symlink():
+                what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
+            raise DataError(what, where=str(path), do=f"remove it, or set {override('data.path', path.resolve())}")
     yield from (path for path in inside if path.is_file())
     for path in inside:
         if path.is_dir():

@@ -142,7 +142,7 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
         message = f"no key {names_of(missing)}, which data.columns names; the row's keys: {names_of(value)}"
-        raise RowError(message, do="set --columns, or data.columns in params.yaml, to keys that the rows have")
+        raise RowError(message, do="set data.columns (or --columns) to keys that the rows have, or to null")
     items = {part: [value[key]] if is_turn(value.get(key)) else value.get(key) for part, key in columns.items()}
     return {part: dump(item, part) if isinstance(item, int | float) else item for part, item in items.items()}
 

@@ -125,8 +125,7 @@ def _control_strings(source: str) -> re.Pattern[str]:
     """A pattern for every string on which the template can depend: those it spells or searches for."""
     looked_for = {one or two for one, two in LOOKED_FOR.findall(source)}
     strings = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
-    longest_first = sorted(strings, key=lambda text: (-len(text), text))
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    return re.compile(f"({'|'.join(map(re.escape, sorted(strings, key=lambda text: (-len(text), text)))) or '(?!)'})")
 
 
 def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:

@@ -192,8 +192,7 @@ class SplitWriter(contextlib.ExitStack):
         encodings = self._tokenizer.encode_chats([rendered for _, _, _, rendered, _ in asking])
         for (number, tokens, begin, _, text), encoding in zip(asking, encodings, strict=True):
             end = begin + int(np.flatnonzero(tokens.trained[begin:])[-1]) + 1
-            answer = tuple(tokens.ids[begin:end].tolist())
-            self._store.add_question(Question(number, tuple(encoding.ids), answer, text))
+            self._store.add_question(Question(number, tuple(encoding.ids), tuple(tokens.ids[begin:end].tolist()), text))
 
 
 def write_splits(

@@ -41,8 +41,7 @@ class LoraLinear(nn.Module):
 
     def delta(self, x: mx.array) -> mx.array:
         """The adapter's own output, without the base layer's."""
-        low = self.dropout(x) @ self.lora_a.astype(x.dtype)
-        return low @ (self.scale * self.lora_b).astype(x.dtype)
+        return self.dropout(x) @ self.lora_a.astype(x.dtype) @ (self.scale * self.lora_b).astype(x.dtype)
 
 
 class DoraLinear(LoraLinear):
@@ -68,8 +67,7 @@ class DoraLinear(LoraLinear):
         """
         a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b * self.scale)
         crossed = (self._product(a.T.astype(dtype)).astype(mx.float32) * b).sum(axis=0)
-        added = ((b.T @ (a.T @ a)) * b.T).sum(axis=1)
-        return mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
+        return mx.sqrt(mx.maximum(self._squares + 2 * crossed + ((b.T @ (a.T @ a)) * b.T).sum(axis=1), 1e-12))
 
 
 def row_lengths(linear: Any) -> mx.array:

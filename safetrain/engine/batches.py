@@ -126,8 +126,7 @@ def update_at(
 def _by_pair(data: TokenRows, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """(pairs, 2) the rows of whole pairs; the pair with the longest row first."""
     pairs = np.sort(np.asarray(rows, dtype=np.int64)).reshape(-1, 2)
-    longest = data.lengths[pairs].max(axis=1)
-    return pairs[np.lexsort((pairs[:, 0], -longest))]
+    return pairs[np.lexsort((pairs[:, 0], -data.lengths[pairs].max(axis=1)))]
 
 
 def update_of_rows(
@@ -189,8 +188,7 @@ def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     """How many of the longest rows to put in one rectangle before padding costs more than another rectangle."""
     width = int(widths_of(widths[0]))
     most = max(1, layout.most_tokens // width)
-    wasted = width - widths_of(widths[:most])
-    rows = int(np.searchsorted(np.cumsum(wasted), MOST_PADDING, side="right"))
+    rows = int(np.searchsorted(np.cumsum(width - widths_of(widths[:most])), MOST_PADDING, side="right"))
     return most if rows >= most else 2 ** (rows.bit_length() - 1)  # few distinct numbers of rows
 
 
@@ -270,9 +268,8 @@ def _gather(widths: list[int]) -> Gather | None:
     starts = np.cumsum([0, *widths[:-1]])
     place = np.arange(widths[0])[None, :]
     real = place < np.array(widths)[:, None]  # (rows, width)
-    places = np.where(real, starts[:, None] + place, 0)
     return Gather(
-        places=mx.array(places.ravel().astype(np.int32)),
+        places=mx.array(np.where(real, starts[:, None] + place, 0).ravel().astype(np.int32)),
         real=mx.array(real.ravel().astype(np.float32)[:, None, None, None]),
         back=mx.array(np.flatnonzero(real).astype(np.int32)),
     )

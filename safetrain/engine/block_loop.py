@@ -46,8 +46,7 @@ class BlockLoop:
     def __init__(self, model: BaseModel, blocks: Blocks) -> None:
         self._model, self._blocks = model, blocks
         self._trained = [Trained(part) for part in blocks.parts]
-        trained = (number for number, part in enumerate(self._trained) if part.arrays())
-        self.lowest = next(trained, len(blocks.parts))
+        self.lowest = next((number for number, part in enumerate(self._trained) if part.arrays()), len(blocks.parts))
 
     def gradient(
         self, loss: ShardLoss, update: Update, key_of: Callable[[Shard], mx.array], tell: Told

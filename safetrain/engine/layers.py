@@ -54,10 +54,6 @@ class Randomness:
         self.places = 0
         self.key: Any = None
 
-    def key_at(self, place: int) -> mx.array:
-        """The random key of a place in this forward pass."""
-        return self.key + place
-
 
 def key_of(seed: int, update: int, first_row: int) -> mx.array:
     """The random key of rows that an update computes together, starting with ``first_row``."""
@@ -76,7 +72,7 @@ class Dropout(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._keep == 1.0 or not self.training:
             return x
-        mask = mx.random.bernoulli(self._keep, x.shape, key=self._source.key_at(self._place))
+        mask = mx.random.bernoulli(self._keep, x.shape, key=self._source.key + self._place)
         return mx.where(mask, x * (1.0 / self._keep), 0.0)
 
 

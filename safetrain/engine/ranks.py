@@ -127,8 +127,8 @@ class Ranks:
         except RuntimeError as error:
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
             what = f"{who} is gone: the ranks cannot exchange numbers any more ({error})."
-            where = f"rank {self.rank} of {self.size}, at step {step}"
-            raise EngineError(what, where=where, do=f"read the other rank's output; {SAME_COMMAND}") from error
+            do = f"read the other rank's output; {SAME_COMMAND}"
+            raise EngineError(what, where=f"rank {self.rank} of {self.size}, at step {step}", do=do) from error
 
 
 ALONE = Ranks()

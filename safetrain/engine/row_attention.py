@@ -136,8 +136,7 @@ def _tiles_forward(tiles: Tiles, scale: float, window: int | None, q: mx.array, 
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
         scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, window)
         peaks.append(scores.max(axis=-1, keepdims=True))
-        powers = powers_of(scores - peaks[-1])
-        outputs.append(powers @ values[..., :stop, :])
+        outputs.append(powers_of(scores - peaks[-1]) @ values[..., :stop, :])
     output = _joined(outputs)
     total = output[..., -1:]
     return output[..., :-1] / total, _joined(peaks) + mx.log2(total)

@@ -115,9 +115,8 @@ def gradient_fault(model: BaseModel) -> str:
     try:
         gradients = equip(model, settings)
         model.module.train()
-        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data))
         with refusals():
-            loss, gradient = gradients.of(update, 0)
+            loss, gradient = gradients.of(update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data)), 0)
             mx.eval(loss, gradient)
     except SafetrainError as error:
         return error.what

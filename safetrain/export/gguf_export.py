@@ -100,8 +100,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     do = "free some space, choose a folder on another disk, or fewer bits with --type"
     disk = sum(each_bytes for _, _, each_bytes, _ in infos)
     require_room(path.parent, disk, "There is too little disk space for the GGUF file.", do)
-    each = FLOAT_BYTES if KINDS.get(kind) in PLAIN else READ_BYTES
-    size = int(each * sum(math.prod(part.shape) for part in parts))
+    size = int((FLOAT_BYTES if KINDS.get(kind) in PLAIN else READ_BYTES) * sum(math.prod(part.shape) for part in parts))
     do = "close other programs, choose --type q8_0 or fewer bits, or export on a larger machine"
     require_memory(size, "the GGUF file", do)
     comparison = ExportComparison(job, files, say)

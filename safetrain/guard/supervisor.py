@@ -146,8 +146,7 @@ class _Watch:
         limit = None if self._settings.capped_by_kernel else self._settings.memory_limit_bytes
         for rank, memory in readings:
             own = rank.memory.limit.name == OWN_LIMIT  # a limit for each rank; any other limit is for all together
-            kept = memory if own else replace(memory, footprint_bytes=together)
-            rank.memory.keep(time.monotonic(), kept)
+            rank.memory.keep(time.monotonic(), memory if own else replace(memory, footprint_bytes=together))
             if limit is not None and memory.footprint_bytes > limit and not self._ended_by_us:
                 self._end("limit", LIMIT_SECONDS, rank)
 

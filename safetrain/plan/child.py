@@ -255,8 +255,8 @@ def metal_budget_bytes(
     share = LARGE_METAL_SHARE if large else METAL_SHARE
     reserve = int(METAL_RESERVE_SHARE * total_bytes) if large else METAL_RESERVE_BYTES
     typical = TYPICAL_WIRED_BYTES if total_bytes <= LARGE_MACHINE_BYTES // 2 else LARGE_WIRED_BYTES
-    remaining = total_bytes - (wired_bytes or typical) - reserve
-    return max(0, min(int(share * working_set_bytes) + process_bytes, remaining))
+    working = int(share * working_set_bytes) + process_bytes
+    return max(0, min(working, total_bytes - (wired_bytes or typical) - reserve))
 
 
 def cuda_budget_bytes(free_bytes: int) -> int:

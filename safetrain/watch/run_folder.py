@@ -72,8 +72,9 @@ class Run:
         if self.newer_step is None:
             return ""
         return (
-            f"This is the last evaluated run. A newer run is unfinished, at step {self.newer_step:,}: the command that "
-            "started it continues it, 'safetrain monitor --once' shows it."
+            f"This is the last evaluated run. A newer run is {'in progress' if self.is_locked else 'unfinished'}, "
+            f"at step {self.newer_step:,}: "
+            f"{'safetrain monitor' if self.is_locked else 'the command that started it continues it'}."
         )
 
     @property
@@ -130,7 +131,7 @@ class RunReader:
             read_at_monotonic_seconds=time.monotonic(),
             **({"steps": newer} if shows_newer else self._results()),
         )
-        newer_step = {"newer_step": newer[-1].step if newer else 0}
+        newer_step = {"newer_step": newer[-1].step if newer else 0, "is_locked": is_locked(self.output)}
         more = newer_step if has_newer and not shows_newer else self._progress(run.summary)
         return dataclasses.replace(run, **more, unreadable=tuple(self._unreadable))
 

@@ -26,11 +26,7 @@ from safetrain.core.storage.files import read_record, write_record  # noqa: E402
 from safetrain.core.text.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.weight_files import ADAPTER_FILE, apply_adapter  # noqa: E402
-from safetrain.export import (  # noqa: E402
-    fuse,
-    gguf_export,
-    peft,
-)
+from safetrain.export import fuse, gguf_export, peft  # noqa: E402
 from safetrain.export.comparison import ExportJob  # noqa: E402
 from safetrain.export.gguf_export import KINDS, architecture_of, export_gguf, report_of  # noqa: E402
 from tests.export.test_fuse import adapter_of as moved_adapter  # noqa: E402

@@ -84,8 +84,7 @@ def predicted_peak(run: Setup, shape: Shape) -> dict[str, int]:
     trained = FLOAT32 * trained_parameters(run)
     exact = {} if run.settings.stream_base else {"base weights": base_bytes(run)}
     exact |= {"trained weights": trained, "optimizer's state": optimizer_state_bytes(run)}
-    accumulates = shape.accumulates and not run.settings.stream_base
-    accumulated = {"accumulated gradient": trained} if accumulates else {}
+    accumulated = {"accumulated gradient": trained} if shape.accumulates and not run.settings.stream_base else {}
     phases = streamed_phases(run, shape) if run.settings.stream_base else work_phases(run, shape)
     embedding = matrix_bytes(run.model) if run.settings.method == PRETRAIN else 0
     block = max(trained / run.settings.lora.num_layers, embedding)

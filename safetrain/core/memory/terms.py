@@ -334,5 +334,4 @@ def logit_bytes(run: Setup, shape: Shape) -> int:
     shards, vocabulary = shards_of(run, shape), run.model.vocab_size
     if run.model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.tokens // shards * vocabulary
-    labels = shape.labels // shards
-    return LOGIT_COPIES * FLOAT32 * min(labels, CHUNKS_ALIVE * labels_in_chunk(run)) * vocabulary
+    return LOGIT_COPIES * FLOAT32 * min(shape.labels // shards, CHUNKS_ALIVE * labels_in_chunk(run)) * vocabulary

@@ -106,6 +106,8 @@ def read_model_files(folder: Path) -> ModelFiles:
     config = _read_json(folder / "config.json")
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZERS):
         raise _without("The model has no tokenizer (tokenizer.json).", folder)
+    if any(path.is_fifo() or path.is_char_device() for path in folder.iterdir()):
+        raise ModelError("A pipe or a device lies in the model's folder.", where=str(folder), do="remove it")
     with told("The model's weights cannot be read", folder, FETCH):
         paths = _weight_files(folder)
         tensors = [tensor for path in paths for tensor in _tensors_in(path)]

@@ -176,8 +176,8 @@ def require_plan_for(recommendation: Recommendation, method: str, model: str) ->
     if (method != planned and {method, planned} & set(WHOLE)) or model != recommendation.base:
         what = "The recommended configuration is for another model or method."
         do = "run recommend_config with the same values, or all stages: safetrain run KEY=VALUE"
-        got = f"{planned} on {recommendation.base}"
-        raise ConfigError(what, expected=f"train.method={method} on {model}", got=got, do=do)
+        asked = f"train.method={method} on {model}"
+        raise ConfigError(what, expected=asked, got=f"{planned} on {recommendation.base}", do=do)
 
 
 def resolve(train: Train, lora: Lora, recommended: TrainSettings) -> TrainSettings:

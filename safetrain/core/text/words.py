@@ -44,8 +44,7 @@ def words_of(texts: Sequence[str]) -> Words:
     ends = np.concatenate([[0], np.cumsum(kept)])[ends]
     codes, kinds = codes[kept], kinds[kept]
     _decide_signs(codes, kinds)
-    before = np.concatenate([[GAP], kinds[:-1]])
-    begins = (kinds != GAP) & ((kinds == ALONE) | (before != PART))
+    begins = (kinds != GAP) & ((kinds == ALONE) | (np.concatenate([[GAP], kinds[:-1]]) != PART))
     letters = np.flatnonzero(kinds != GAP)
     hashes = hashed(codes[letters] + np.uint64(1), np.flatnonzero(begins[letters]), LETTER_BASE)
     return Words(hashes, np.searchsorted(np.flatnonzero(begins), ends))

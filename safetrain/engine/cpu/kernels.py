@@ -45,8 +45,8 @@ def _entropy_forward(logits: mx.array, targets: mx.array) -> Arrays:
     peak = logits.max(axis=-1, keepdims=True)
     powers = mx.power(2.0, (logits - peak) * LOG2_E)
     total = powers.sum(axis=-1, keepdims=True)
-    label_logits = mx.take_along_axis(logits, targets[:, None], axis=-1)
-    return (mx.log(total) + peak - label_logits).squeeze(-1), powers / total
+    losses = mx.log(total) + peak - mx.take_along_axis(logits, targets[:, None], axis=-1)
+    return losses.squeeze(-1), powers / total
 
 
 def _entropy_backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
