@@ -13,7 +13,7 @@ from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.signals import Terminated, handling
 from safetrain.core.text.tokenizer import ChatTokenizer, Messages, Settings, TemplateError, Tools
 
-HELP = "Ctrl-C stops an answer, /reset starts a new chat, /exit ends it"
+HELP = "Ctrl-C stops an answer, /reset starts a new chat (if trained on single questions: before each), /exit ends it"
 REMARKS = {  # by how an answer ended
     "stopped": "stopped",
     "context": "the model's context is full. /reset begins a new chat",
