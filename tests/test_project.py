@@ -87,10 +87,14 @@ def test_a_folder_with_a_project_is_left_as_it_is(project: Path) -> None:
         make_project(project, example=True)
     assert (project / "params.yaml").read_text() == before
     (other := project.parent / "other").mkdir()
-    (other / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"README\.md already exists"):
+    for name in ("README.md", "dvc.yaml"):
+        (other / name).write_text("mine")
+    with pytest.raises(ConfigError, match=r"dvc\.yaml already exists"):
         make_project(other, example=False)
-    assert [path.name for path in other.iterdir()] == ["README.md"]
+    assert sorted(path.name for path in other.iterdir()) == ["README.md", "dvc.yaml"]
+    (other / "dvc.yaml").unlink()
+    make_project(other, example=False)
+    assert (other / "README.md").read_text() == "mine"
 
 
 def test_another_programs_project_asks_for_an_update(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
         write_postmortem(output, death)
         rungs = Ladder(asked, limit.size_bytes, job.settings, job.rungs, job.gpu_rungs)
         write_record(output / LADDER, rungs)  # for the next run of the same command
-        say(f"the training {'ran out of memory' if death.is_memory else 'died'}:\n{describe(death)}")
+        say(f"{'the training ran out of memory' if death.is_memory else 'the training died'}:\n{describe(death)}")
 
 
 def command_again() -> str:

@@ -3,5 +3,5 @@
 from safetrain.core.errors import MachineError
 from safetrain.core.foreign import told
 
-with told("mlx-lm cannot be imported", "", "if it names a limit: allow 4096 open files (ulimit -Hn)", MachineError):
+with told("mlx-lm cannot be imported", "", "if it names a limit: allow 4096 open files", MachineError):
     import mlx_lm as mlx_lm
