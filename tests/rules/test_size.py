@@ -68,10 +68,12 @@ def tracked(*folders: str, ends: str) -> list[Path]:
 
 
 def tokens_in(text: str) -> int:
-    """Tokens that are neither comments nor docstrings: strings that begin a statement."""
-    count, at_start = 0, True
+    """Tokens that are neither comments nor docstrings: strings that begin a statement. An f-string is one."""
+    count, at_start, depth = 0, True, 0
+    start, end = (getattr(tokenize, f"FSTRING_{part}", None) for part in ("START", "END"))  # since Python 3.12
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in UNCOUNTED:
+        depth += (token.type == start) - (token.type == end)
+        if token.type in (*UNCOUNTED, end) or depth > (token.type == start):
             at_start = at_start or token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
             continue
         count += not (token.type == tokenize.STRING and at_start)
