@@ -171,7 +171,8 @@ def make_project(folder: Path, *, example: bool) -> None:
     Raise ConfigError if one of its files exists.
     """
     texts, folders = project_files(example=example), EXAMPLE if example else ()
-    if (folder / "README.md").is_file():  # a repository's own
+    program = _program(texts, example=example)
+    if (folder / "README.md").is_file():  # a repository's own, to which update offers no other
         del texts["README.md"]
     for name in (*texts, *folders):
         if (folder / name).exists():
@@ -185,7 +186,7 @@ def make_project(folder: Path, *, example: bool) -> None:
     for name in folders:
         copy = shutil.copytree if shipped(name).is_dir() else shutil.copyfile
         copy(shipped(name), folder / name)
-    write_record(folder / PROGRAM, _program(texts, example=example))
+    write_record(folder / PROGRAM, program)
     remark = remark or _commit(folder, [*texts, ".dvc/.gitignore", str(PROGRAM), *folders])
     print_text(f"Made a project in {folder.resolve()}. {remark}".rstrip())
 

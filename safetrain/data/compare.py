@@ -74,8 +74,7 @@ class RowFacts:
         words = words_of(texts)
         self._shingles.add(words)
         numbers = [
-            (file, *place, plain_digest(row.identity()), own or plain_digest(text),
-             plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text),
+            (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
              _context(row), *_answer(row), _answer(row.divided()[1])[0] if row.rejected else 0)
             for (place, row), text, own in zip(trainable, texts, digests(words).tolist(), strict=True)
         ]  # fmt: skip
@@ -188,6 +187,11 @@ def digests(words: Words) -> np.ndarray:
 def plain_digest(text: str) -> int:
     """Hash a text. The result is even, so that it never equals a digest of words, which is odd."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
+
+
+def strict_digest(text: str) -> int:
+    """Hash a text, ignoring case, white space and the punctuation at its end."""
+    return plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text)
 
 
 def _compared_text(row: Row) -> str:

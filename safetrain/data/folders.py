@@ -124,7 +124,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield files that are not hidden, shard 2 before 10; raises DataError for broken links and links to folders."""
+    """Yield files that are not hidden, shard 2 before 10; raises DataError for pipes, and for links unless to files."""
     try:
         there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -134,10 +134,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
     inside = sorted(there, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(20), path.name))
     for path in inside:
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
-            what = "A pipe or a device lies in the data folder."
+            what, do = "A pipe or a device lies in the data folder.", "remove it"
             if path.is_symlink():
                 what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
-            raise DataError(what, where=str(path), do=f"remove it, or set {override('data.path', path.resolve())}")
+                do += f", or set {override('data.path', path.resolve())}"
+            raise DataError(what, where=str(path), do=do)
     yield from (path for path in inside if path.is_file())
     for path in inside:
         if path.is_dir():

@@ -222,7 +222,6 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
     positions = np.flatnonzero(trained)
     step = -(-size // (LABEL_SHARES * LABEL_STEP)) * LABEL_STEP if layout.rectangles else LABEL_STEP
     padding = max(step * layout.rectangles, -(-labels // step) * step) - labels
-    has_pairs = layout.rows_per_pair > 1
     return Shard(
         inputs=mx.array(ids),
         layout=PackedRows(mx.array((tokens & PLACE).astype(np.int32)), blocks),
@@ -231,7 +230,9 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         rows=tuple(data.numbers(rows)),
         token_keys=tokens,
-        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding))) if has_pairs else None,
+        pairs=_pairs_of(data, rows, np.pad(tokens[positions] >> 32, (0, padding)))
+        if layout.rows_per_pair > 1
+        else None,
     )
 
 

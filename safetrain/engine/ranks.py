@@ -107,10 +107,12 @@ class Ranks:
         for rank, (host, *theirs) in enumerate(others, 1):
             each = zip(facts, theirs, first, strict=True)
             if differs := [f"{name} ({its}, rank 0: {fact})" for name, its, fact in each if its != fact]:
-                what = f"Rank {rank} on {host} would train differently from rank 0 on {first_host}."
-                do = "make project, packages, model and data/validated on that machine equal to those of rank 0"
-                expected = f"the same {', '.join(facts)} on {counted(self.size, 'rank')}"
-                raise ConfigError(what, expected=expected, got="; ".join(differs), do=do)
+                raise ConfigError(
+                    f"Rank {rank} on {host} would train differently from rank 0 on {first_host}.",
+                    expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
+                    got="; ".join(differs),
+                    do="make project, packages, model and data/validated on that machine equal to those of rank 0",
+                )
 
     def _sum(self, array: mx.array) -> mx.array:
         with self._exchange(0):
@@ -126,9 +128,11 @@ class Ranks:
                 yield
         except RuntimeError as error:
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
-            what = f"{who} is gone: the ranks cannot exchange numbers any more ({error})."
-            do = f"read the other rank's output; {SAME_COMMAND}"
-            raise EngineError(what, where=f"rank {self.rank} of {self.size}, at step {step}", do=do) from error
+            raise EngineError(
+                f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",
+                where=f"rank {self.rank} of {self.size}, at step {step}",
+                do=f"read the other rank's output; {SAME_COMMAND}",
+            ) from error
 
 
 ALONE = Ranks()

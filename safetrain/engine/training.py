@@ -182,7 +182,6 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             state.valid_loss = measured[0]
             state.base_valid_loss = measured[0] if state.step == 0 else state.base_valid_loss
     per_epoch = updates_per_epoch(len(run.job.rows.train), run.job.settings.rows_per_update)
-    seconds = state.since_record_seconds
     state.records.append(
         StepRecord(
             step=state.step,
@@ -192,7 +191,9 @@ def record(run: TrainingRun, *, validate: bool) -> None:
             learning_rate=_rate_after(run, state.step - 1) if state.step else None,
             grad_norm=state.grad_norm,
             labels=state.labels,
-            labels_per_second=round(state.since_record_labels / seconds, 1) if seconds else None,
+            labels_per_second=round(state.since_record_labels / state.since_record_seconds, 1)
+            if state.since_record_seconds
+            else None,
             peak_memory_bytes=state.peak_memory_bytes,
             footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),

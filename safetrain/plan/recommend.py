@@ -232,8 +232,9 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
     """Reasons for length, batch size, recomputation, dequantizing, compute type and accumulation."""
     train, settings, rows = question.train, fit.settings, fit.settings.rows_per_update
     budget = size_text(fit.machine.memory_budget_bytes)
-    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget}"
-    predicted += f" at {fit.micro_batch.longest} tokens"
+    predicted = (
+        f"predicted peak {size_text(fit.peak_bytes)} of a budget of {budget} at {fit.micro_batch.longest} tokens"
+    )
     usual = "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
         usual = f"{rows * settings.max_seq_length:,} tokens, from the operations of the whole training (DeepSeek's fit)"
@@ -306,8 +307,9 @@ def _epochs_and_steps(
     enough = math.ceil(target / update_tokens)
     if enough >= total_updates(rows, rows_per_update, epochs, None):
         return epochs, None
-    wanted = f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter)"
-    reasons["max_steps"] = f"{wanted}, {update_tokens:,} per step"
+    reasons["max_steps"] = (
+        f"{count_text(target)} tokens ({TOKENS_PER_PARAMETER} per parameter), {update_tokens:,} per step"
+    )
     return epochs, enough
 
 

@@ -131,9 +131,11 @@ class RunReader:
             read_at_monotonic_seconds=time.monotonic(),
             **({"steps": newer} if shows_newer else self._results()),
         )
-        newer_step = {"newer_step": newer[-1].step if newer else 0, "is_locked": is_locked(self.output)}
-        more = newer_step if has_newer and not shows_newer else self._progress(run.summary)
-        return dataclasses.replace(run, **more, unreadable=tuple(self._unreadable))
+        if has_newer and not shows_newer:
+            run = dataclasses.replace(run, newer_step=newer[-1].step if newer else 0, is_locked=is_locked(self.output))
+        else:
+            run = dataclasses.replace(run, **self._progress(run.summary))
+        return dataclasses.replace(run, unreadable=tuple(self._unreadable))
 
     def _results(self) -> dict[str, Any]:
         """Read what a finished run left."""

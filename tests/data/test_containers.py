@@ -360,10 +360,10 @@ def test_a_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, compression
     pack, path = COMPRESSIONS[compression][1], tmp_path / "a.jsonl"
     line = b'{"text": "' + b"x" * (MIB - 13) + b'"}\n'
     one_line, many = pack(b'{"text": "') + pack(b"x" * MIB) * 300, pack(line) * 300
-    for content in (one_line, many):
+    for content, said in ((one_line, "longer than 6 MiB"), (many, "decompresses to more than 200 times its size")):
         path.write_bytes(content)
         tracemalloc.start()
-        with pytest.raises(DataError, match=r"longer than 6 MiB|decompresses to more than 200 times its size"):
+        with pytest.raises(DataError, match=said):
             sum(1 for _ in rows_of(path))
         assert tracemalloc.get_traced_memory()[1] < 100 * MIB
         tracemalloc.stop()

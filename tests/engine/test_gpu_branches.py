@@ -61,7 +61,7 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, monkeyp
     monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **TINY)
     settings = dataclasses.replace(
-        STILL, dequantize_base=False, gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
+        SETTINGS, dequantize_base=False, gradient_checkpointing=True, learning_rate=2e-2, num_epochs=2
     )
     whole = run(short_job(tmp_path / "whole", base, settings))
     records = parse_csv((tmp_path / "whole" / "metrics.csv").read_text())

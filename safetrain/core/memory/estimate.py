@@ -84,7 +84,8 @@ def predicted_peak(run: Setup, shape: Shape) -> dict[str, int]:
     trained = FLOAT32 * trained_parameters(run)
     exact = {} if run.settings.stream_base else {"base weights": base_bytes(run)}
     exact |= {"trained weights": trained, "optimizer's state": optimizer_state_bytes(run)}
-    accumulated = {"accumulated gradient": trained} if shape.accumulates and not run.settings.stream_base else {}
+    accumulates = shape.accumulates and not run.settings.stream_base
+    accumulated = {"accumulated gradient": trained} if accumulates else {}
     phases = streamed_phases(run, shape) if run.settings.stream_base else work_phases(run, shape)
     embedding = matrix_bytes(run.model) if run.settings.method == PRETRAIN else 0
     block = max(trained / run.settings.lora.num_layers, embedding)
@@ -106,8 +107,9 @@ def streamed_phases(run: Setup, shape: Shape) -> tuple[dict[str, int], ...]:
     logits, head = logit_bytes(run, shape), matrix_bytes(model) if run.dequantizes_per_use else 0
     labels = shape.labels
     if head and slices_head(labels, model.hidden_size):
-        sliced = labels + min(labels, labels_in_chunk(run))
-        logits = int(SLICED_LOGITS * FLOAT32 * sliced * model.vocab_size) // shards
+        logits = (
+            int(SLICED_LOGITS * FLOAT32 * (labels + min(labels, labels_in_chunk(run))) * model.vocab_size) // shards
+        )
         head = head // HEAD_SLICES * SLICES_ALIVE
     loss = {
         "inputs of blocks": kept,
@@ -171,6 +173,7 @@ def read_bytes(run: Setup, shape: Shape) -> int:
 
 
 def total_bytes(terms: dict[str, int]) -> int:
+    """Sum of the terms, in bytes."""
     return sum(terms.values())
 
 
@@ -268,18 +271,24 @@ def _largest_of(model: ModelFiles, settings: TrainSettings, largest: Shape, back
 def require_trainable(method: str, *, quantized: bool) -> None:
     """Raise ConfigError if a method would train quantized weights directly."""
     if method in WHOLE and quantized:
-        do = "name a float model in model.path, or "
-        do += "create one: model.path=models/new model.create=10m" if method == PRETRAIN else "set train.method=lora"
-        raise ConfigError("Quantized weights cannot be trained in full.", do=do)
+        raise ConfigError(
+            "Quantized weights cannot be trained in full.",
+            do="name a float model in model.path, or create one: model.path=models/new model.create=10m"
+            if method == PRETRAIN
+            else "train.method=lora or dora, or name the float model in model.path",
+        )
 
 
 def require_computable(compute_dtype: str | None, backend_name: str) -> None:
     """Raise ConfigError for a type that the backend does not compute in."""
     if backend_name == "cpu" and compute_dtype not in (None, "float32"):
-        what = "A CPU computes everything in float32."
-        do = "set train.compute_dtype=null, which is right on every machine"
-        expected = "null or float32 on this machine"
-        raise ConfigError(what, where="train.compute_dtype", expected=expected, got=compute_dtype, do=do)
+        raise ConfigError(
+            "A CPU computes everything in float32.",
+            where="train.compute_dtype",
+            expected="null or float32 on this machine",
+            got=compute_dtype,
+            do="set train.compute_dtype=null, which is right on every machine",
+        )
 
 
 def does_not_fit(
@@ -296,7 +305,9 @@ def does_not_fit(
     parts += f", Python and libraries {size_text(budget.process_bytes)}"
     whole = size_text(needed_bytes + budget.process_bytes)
     first = "lower train.batch_size, " if batch_size > 1 else "close other programs or raise train.memory_limit_gb, "
-    what = "This model and data do not fit this machine."
-    expected = f"at most {size_text(budget.total_bytes)}, by machine.json and train.memory_limit_gb"
-    got = f"{whole} with margin, at batch size {batch_size} and {length} tokens ({parts})"
-    return MachineError(what, expected=expected, got=got, do=f"{first}or use {' or '.join(instead)}")
+    return MachineError(
+        "This model and data do not fit this machine.",
+        expected=f"at most {size_text(budget.total_bytes)}, by machine.json and train.memory_limit_gb",
+        got=f"{whole} with margin, at batch size {batch_size} and {length} tokens ({parts})",
+        do=f"{first}or use {' or '.join(instead)}",
+    )
