@@ -109,15 +109,7 @@ def composed(words: Sequence[str]) -> DictConfig:
             return compose("config", overrides=overrides)
     except yaml.YAMLError as error:
         raise broken_yaml(error) from None
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (HydraException, OmegaConfBaseException, *UNREADABLE) as error:
         raise config_error(error) from None
 
 

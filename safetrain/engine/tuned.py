@@ -39,8 +39,7 @@ OF_LOSS = 10  # times the limit of a divergence: rounding moves a loss by its si
 NO_EFFECT = "The adapter changes nothing: base and tuned model give the same loss on every label."
 DISCARD = f"discard this training run with 'safetrain discard', and train with {HIGHER_RATE}"
 
-MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of labels' hidden states, and of the rows compared
-MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
+MOST_KEPT_BYTES = 2**27  # of labels' hidden states
 PLACE_BITS = 32  # low bits of a label's key: its place in its row; the higher bits are the row
 Beat = Callable[[], None]  # called before each micro-batch
 
