@@ -77,7 +77,8 @@ def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
     known = [word for word in words if word in (*HELP, *SHOW)]
     overrides = [word for word in words if word not in known]
     if unknown := [word for word in overrides if word.startswith("-")]:
-        raise _unknown_option(unknown[0])
+        do = "write KEY=VALUE; --help lists the keys"
+        raise ConfigError(f"A stage has no option {unknown[0]}.", where=COMMAND_LINE, do=do)
     config = composed(overrides)
     if not known:
         function(to_pipeline(config))
@@ -87,13 +88,6 @@ def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
             print(BY_HAND)
         return
     print(("" if known == SHOW else f"{USAGE}\n") + OmegaConf.to_yaml(config), end="")
-
-
-def _unknown_option(word: str) -> ConfigError:
-    do = "write KEY=VALUE; --help lists the keys"
-    if word in ("-m", "--multirun"):
-        do = "for several values: safetrain run train.seed=1,2"
-    return ConfigError(f"A stage has no option {word}.", where=COMMAND_LINE, do=do)
 
 
 def composed(words: Sequence[str]) -> DictConfig:
