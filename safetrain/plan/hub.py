@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.foreign import first_line
 from safetrain.core.formatting import with_python
 from safetrain.core.model.files import SOURCE, hub_id_of, read_model_files
 from safetrain.core.storage.files import json_object, require_room, write_text
@@ -63,7 +64,7 @@ def _told(hub_id: str, then: str = "") -> Iterator[None]:
         yield
     except (OSError, HTTPError) as error:
         do = f"check the internet connection and the name (gated models: {HF_AUTH} login), then run the same command "
-        what = f"The download of {hub_id} did not finish: {_reason(error)}"
+        what = f"The download of {hub_id} did not finish: {first_line(error)}"
         raise ModelError(what, where=constants.ENDPOINT, do=f"{do}again{then}") from error
 
 
@@ -138,11 +139,6 @@ def _require_same(path: Path, file: Any) -> None:
     raise ModelError(what, where=str(path), expected=expected, got=got, do=do)
 
 
-def _reason(error: Exception) -> str:
-    """Return the first line of the message; some network errors have none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]) -> str:
     """Upload a folder as one commit; ``private`` if its repository is new. Returns the repository's address.
 
@@ -163,5 +159,5 @@ def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]
         HfApi().upload_folder(repo_id=hub_id, folder_path=folder, commit_message="Upload with safetrain")
     except (OSError, HTTPError) as error:
         do = f"check the internet connection, and that your login may write there: {HF_AUTH} whoami; then try again"
-        raise ModelError(f"The upload failed: {_reason(error)}", where=constants.ENDPOINT, do=do) from error
+        raise ModelError(f"The upload failed: {first_line(error)}", where=constants.ENDPOINT, do=do) from error
     return str(address)
