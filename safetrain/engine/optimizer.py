@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from safetrain.core.errors import ConfigError
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
@@ -104,14 +103,9 @@ def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
 
 
 def mlx_optimizer(name: str, weight_decay: float, *, whole_model: bool = False) -> optim.Optimizer:
-    """Build mlx's optimizer. ``name`` is from the schema; each update passes its own learning rate.
-
-    Raises ConfigError for weight decay with Adam, which has none: use adamw.
-    """
+    """Build mlx's optimizer. ``name`` is from the schema; each update passes its own learning rate."""
     if name in ("adamw", "muon") and whole_model:
         return _WholeModel(weight_decay, muon=name == "muon")
-    if name == "adam" and weight_decay:
-        raise ConfigError("Adam has no train.weight_decay.", got=f"{weight_decay:g}", do="set train.optimizer=adamw")
     if name == "adam":
         return optim.Adam(0.0, bias_correction=True)
     if name == "adamw":
