@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from safetrain.core.errors import ConfigError, ModelError
-from safetrain.core.memory.estimate import require_trainable
 from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.layers import Dropout, Randomness, dequantized, inputs_of, slices_of
@@ -96,7 +95,6 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
         raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)} blocks")
     mx.random.seed(seed)
     if method in WHOLE:
-        require_trainable(method, quantized=any(hasattr(part, "bits") for _, part in model.module.named_modules()))
         for part in [model.module] if method == PRETRAIN else blocks[-lora.num_layers :]:
             part.unfreeze()
             part.update(tree_map(lambda w: w.astype(mx.float32), part.trainable_parameters()))
