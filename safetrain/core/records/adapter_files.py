@@ -40,9 +40,7 @@ def read_prompt_format(folder: Path) -> PromptFormat | None:
     again = "train again, or remove the file: answers then begin and end as with the base model"
     with told("The adapter's prompt format cannot be read", path, again):
         form = read_record(path, PromptFormat)
-        if not all(isinstance(text, str) for text in (form.opening, form.asked, form.system)):
-            raise TypeError("it has a number, list or object in place of a text")
-        if not all(type(number) is int and 0 <= number < MOST_ID for number in form.stop_ids):
+        if not all(0 <= number < MOST_ID for number in form.stop_ids):
             raise TypeError("its stop_ids are not all token ids")
         return form
 
