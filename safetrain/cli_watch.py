@@ -101,19 +101,16 @@ def report() -> None:
     print(f"{paths.REPORT}: open it in a browser")
 
 
-def track(
-    project: Annotated[str, Option(help="W&B project; default: $WANDB_PROJECT, else safetrain")] = "",
-    name: Annotated[str, Option(help="name of the run; default: W&B's choice")] = "",
-) -> None:
+def track() -> None:
     """Send a run to W&B.
 
-    Sends steps, settings and scores, but no rows or answers. Each call makes a new run there. With WANDB_MODE=offline,
-    it needs no account.
+    Sends steps, settings and scores, but no rows or answers. Each call makes a new run there, in the project
+    $WANDB_PROJECT (else safetrain). With WANDB_MODE=offline, it needs no account.
     """
     from safetrain.watch.run_folder import read_run
     from safetrain.watch.trackers import export
 
     require_project()
     with console().status("sending to W&B"):
-        line = export(read_run(), project, name)
+        line = export(read_run())
     print_text(line)

@@ -22,11 +22,8 @@ PROJECT = "safetrain"
 SCORES = ("base", "tuned", "improvement", "preference")  # parts of evaluation.json that are numbers
 
 
-def export(run: Run, project: str = "", name: str = "") -> str:
-    """Send a run; return a line that says where it is now. Raises ConfigError.
-
-    ``project`` and ``name`` are those of the run there; empty: the default.
-    """
+def export(run: Run) -> str:
+    """Send a run; return a line that says where it is now. Raises ConfigError."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("wandb is not installed.", do=install_extra("wandb"))
     if not any(record.step for record in run.steps):
@@ -43,9 +40,9 @@ def export(run: Run, project: str = "", name: str = "") -> str:
         silent=True, console="off", x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
         x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
     )  # fmt: skip
-    project = project or os.environ.get("WANDB_PROJECT") or PROJECT
+    project = os.environ.get("WANDB_PROJECT") or PROJECT
     try:
-        sent = wandb.init(project=project, name=name or None, config=settings, dir=str(folder), settings=private)
+        sent = wandb.init(project=project, config=settings, dir=str(folder), settings=private)
         for record in run.steps:
             sent.log({**_known(asdict(record)), "_timestamp": began + record.elapsed_seconds}, step=record.step)
         sent.summary.update(results)

@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_steps_and_results_are_sent_without_rows(run: Path) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    assert "4 steps and 20 results sent to" in export(read_run(), name="mine")
+    assert "4 steps and 20 results sent to" in export(read_run())
     content = b"".join(path.read_bytes() for path in FOLDER.rglob("*") if path.is_file())
     assert (b"tuned/loss" in content, b"valid_loss" in content, ROW.encode() in content) == (True, True, False)
 
