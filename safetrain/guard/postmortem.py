@@ -36,11 +36,11 @@ REBOOTED = ("the system's boot id has changed since the training started",)
 UNCLOSED = ("no process recorded how the run ended", "the system has not restarted since")
 
 
-def open_marker(output: Path, command: str, limit: Limit | None = None) -> None:
+def open_marker(output: Path, command: str, limit: Limit) -> None:
     """Record that training is running, and its command; a marker left behind tells the next run of a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
-    most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
-    write_record(output / FLIGHT / MARKER, RunMarker(boot_id(), command, time.time(), *most))
+    marker = RunMarker(boot_id(), command, time.time(), limit.size_bytes, limit.name)
+    write_record(output / FLIGHT / MARKER, marker)
 
 
 def close_marker(output: Path) -> None:

@@ -265,12 +265,12 @@ def test_a_sudden_end_is_told_once_at_the_next_start(
 ) -> None:
     """Of the machine or of the supervisor; a run that ended in order leaves nothing to explain."""
     assert explain_unclosed(tmp_path, "dvc repro") is None
-    open_marker(tmp_path, "dvc repro")
+    open_marker(tmp_path, "dvc repro", MACHINE)
     close_marker(tmp_path)
     assert explain_unclosed(tmp_path, "dvc repro") is None
     assert not (tmp_path / POSTMORTEM).exists()
     recorded(tmp_path)
-    open_marker(tmp_path, "dvc repro")
+    open_marker(tmp_path, "dvc repro", MACHINE)
     marker = tmp_path / FLIGHT / MARKER
     assert json.loads(marker.read_text())["boot_id"] == boot_id() != ""
     marker.write_text(changed(marker.read_text()))
