@@ -11,7 +11,7 @@ from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable
 from safetrain.core.records.adapter_files import PromptFormat
 from safetrain.core.signals import Terminated, handling
-from safetrain.core.text.tokenizer import ChatTokenizer, Messages, Settings, TemplateError, Tools
+from safetrain.core.text.tokenizer import ChatTokenizer, Messages, TemplateError
 
 HELP = "Ctrl-C stops an answer, /reset starts a new chat (if trained on single questions: before each), /exit ends it"
 REMARKS = {  # by how an answer ended
@@ -32,20 +32,19 @@ class Prompts:
         self.continues = form.documents or not tokenizer.template  # continues a text instead of answering
 
     def with_system(self, messages: Messages, system: str) -> list[Mapping[str, Any]]:
-        """Prepend a system prompt, unless it is empty or the chat has one."""
-        has_one = any(message.get("role") in ("system", "developer") for message in messages)
-        return list(messages) if has_one or not system else [{"role": "system", "content": system}, *messages]
+        """Prepend a system prompt, unless it is empty."""
+        return [{"role": "system", "content": system}, *messages] if system else list(messages)
 
-    def ids(self, messages: Messages, tools: Tools = None, settings: Settings = None) -> list[int]:
+    def ids(self, messages: Messages) -> list[int]:
         """Ids of a prompt: a chat whose answer opens as in training, or its last text if the model continues texts.
 
-        ``settings``: template variables, such as enable_thinking. Raises ModelError if the template refuses the chat.
+        Raises ModelError if the template refuses the chat.
         """
         if self.continues:  # the end token of a document opens the next one, as in training
             end = self._tokenizer.end_id if self._format.documents else None
             return [*([] if end is None else [end]), *self._tokenizer.encode(str(messages[-1]["content"]))]
         try:
-            prompt = self._tokenizer.template.write(messages, tools, prompt=True, settings=settings)
+            prompt = self._tokenizer.template.write(messages, prompt=True)
         except TemplateError as error:
             raise ModelError(f"The model's chat template refuses this chat: {error}") from None
         return self._tokenizer.encode_chat(prompt.removesuffix(self._format.asked) + self._format.opening)

@@ -21,7 +21,6 @@ from safetrain.core.storage.files import json_object
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a template
 Tools = Sequence[Any] | None
-Settings = Mapping[str, Any] | None
 MARK = re.compile(r"Zq(\d{5,})qZ")
 LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
 PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -56,18 +55,15 @@ class ChatTemplate:
             raise TemplateError(f"the model has no template named default (only {', '.join(sorted(self.sources))})")
         return self.sources[name]
 
-    def write(self, messages: Messages, tools: Tools = None, *, prompt: bool = False, settings: Settings = None) -> str:
-        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError, ModelError if it takes too much.
-
-        ``settings``: variables of the template, such as enable_thinking; training sets none.
-        """
+    def write(self, messages: Messages, tools: Tools = None, *, prompt: bool = False) -> str:
+        """Render a chat; ``prompt`` adds the generation prompt. Raises TemplateError or ModelError (too much)."""
         import jinja2
 
         source = self.source(tools)
         try:
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             with limited():
-                text = str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
+                text = str(_compiled(source, self._today).render(**values, **self._special))
             if len(text) > MOST_ADDED and len(text) - MOST_ADDED > 2 * len(str((messages, tools))):
                 raise MemoryError
             text.encode()
