@@ -142,14 +142,11 @@ def _answer(conversation: Conversation, written: Written, template: Template, mo
     required = [*lost]
     if any(turn.thinks_empty for turn in turns):
         required.append(Finding(frozenset({"THINKING-EMPTY"})))
-    if any(turn.opening_differs for turn in turns):
-        required.append(Finding(frozenset({"OPENING-DIFFERS"})))
     permitted = {"THINKING-EMPTY"} if any(turn.may_think_empty for turn in turns) else set()
-    permitted |= {"OPENING-DIFFERS"} if any(turn.opening_may_differ for turn in turns) else set()
     return Answer(written, turns, tuple(required), frozenset(permitted))
 
 
 def _beside(finding: Finding) -> frozenset[str]:
     """What may be told of a row that cannot be trained, beside the reason."""
-    spans = {"STOP-MISSING", "OPENING-DIFFERS", "THINKING-EMPTY", "NO-LABELS"}
+    spans = {"STOP-MISSING", "THINKING-EMPTY", "NO-LABELS"}
     return frozenset(spans | (finding.ids - {"TEMPLATE-REFUSES"}))

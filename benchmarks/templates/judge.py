@@ -10,7 +10,7 @@ from benchmarks.templates.spans import Expected
 
 RIGHT, TOLD, WRONG = "right", "told", "wrong"
 SPANS = {"STOP-MISSING", "STOP-UNKNOWN"}
-NOTHING_LOST = SPANS | {"OPENING-DIFFERS", "THINKING-EMPTY"}  # told of a row whose every turn is trained
+NOTHING_LOST = SPANS | {"THINKING-EMPTY"}  # told of a row whose every turn is trained
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,6 @@ class Expected:
     """One assistant turn: the ways to train it, and what is true of it."""
 
     ways: tuple[tuple[Piece, ...], ...]  # in one piece, or in several where the template interrupts it
-    opening_differs: bool = False
-    opening_may_differ: bool = False
     thinks_empty: bool = False
     may_think_empty: bool = False
 
@@ -83,7 +81,6 @@ class Prompt:
 
     tail: str | None  # what the prompt says behind the header, None if it has none
     question: bool  # False: nothing stands before the turn
-    elsewhere: bool = False  # the prompt is no part of the text
     length: int | None = None  # where it ends in the text
 
 
@@ -113,7 +110,7 @@ def _prompts(conversation: Conversation, written: Written, template: Template, f
         if tail and CONTENT.search(tail):  # no header stands before the answer
             tail = None
         whole = asked is not None and written.text.startswith(asked)
-        prompts.append(Prompt(tail, index > 0, asked is not None and not whole, len(asked or "") if whole else None))
+        prompts.append(Prompt(tail, index > 0, len(asked or "") if whole else None))
     if prompts[0].tail is None and len(prompts) > 1:  # nothing stands before that answer
         prompts[0] = Prompt(prompts[1].tail, False)
     return prompts
@@ -177,11 +174,7 @@ def _expected(text: str, place: Place, prompt: Prompt, model: Model, boundaries:
     empty = EMPTY_THINKING.search(text, place.header, final)
     known = empty is not None and empty.end() <= given
     return Expected(
-        tuple(_ways(text, whole, final, model)),
-        opening_differs=differs and prompt.question,
-        opening_may_differ=differs or prompt.elsewhere or unasked or given not in boundaries,
-        thinks_empty=empty is not None and not known,
-        may_think_empty=differs,
+        tuple(_ways(text, whole, final, model)), thinks_empty=empty is not None and not known, may_think_empty=differs
     )
 
 

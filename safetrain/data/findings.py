@@ -72,9 +72,6 @@ KINDS = {
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to stop",
         "ignore: safetrain adds a stop token after the last answer", by_detail=True),
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} contains the text {detail}, which becomes a stop token", DROP),
-    "OPENING-DIFFERS": Kind(
-        WARNING, "the generation prompt begins an answer with {detail} in {rows}",
-        "ignore: ask and chat leave it out, as training does"),
     # comparisons of rows
     "QUESTION-IN-TEST": Kind(
         ERROR, "{rows} in test with the same question as a row in train: the result would measure memorization",

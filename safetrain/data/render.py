@@ -239,16 +239,13 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remarks(row: Row, turns: Sequence[Turn], controls: Controls) -> Iterator[Remark]:
-    """Yield remarks on stop tokens in messages, and on how turns open and close."""
+    """Yield remarks on stop tokens in messages, on empty thinking, and on how turns close."""
     for message in row.messages:  # the tokenizer would turn the text into the token
         token = next((stop for stop in controls.stops if stop in message.content), None)
         if token is not None:
             yield "STOP-IN-TEXT", token
     if any(turn.is_thinking_empty for turn in turns):
         yield "THINKING-EMPTY", ""
-    differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
-    if differs is not None:
-        yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, but training begins it with {differs.own_opening!r}"
     closings = [turn.closing for turn in turns[::-1]]
     unknown = next((closing for closing in closings if closing and closing not in controls.stops), "")
     if unknown:

@@ -169,7 +169,7 @@ def test_what_is_asked_is_what_was_trained(model: Build) -> None:
     """W6: the generation prompt opens thinking, the trained turn has none."""
     folder = model(loop(TURN, OPENS_THINKING), special=["<think>", "</think>"])
     chat = turns("Iron?", "It is Fe.")
-    assert remarks(folder, chat) == {"OPENING-DIFFERS"}
+    assert not remarks(folder, chat)
     row, tokenizer = rendered(folder, chat)
     asked = Prompts(tokenizer, PromptFormat((), row.opening, row.asked)).ids(turns("Iron?"))
     assert tokenizer.decode(asked, special=True) == "<|user|>Iron?<|end|><|assistant|>"
@@ -186,7 +186,6 @@ def test_what_is_asked_for_may_depend_on_the_chat(model: Build, first: int) -> N
     for chat, asked in (chats[first], chats[1 - first]):
         row = writer.render(parse_row({"messages": chat}))
         assert row.asked == asked
-        assert [identifier for identifier, _ in row.remarks] == (["OPENING-DIFFERS"] if asked else [])
 
 
 @pytest.mark.parametrize(
