@@ -14,7 +14,6 @@ import heapq
 import json
 import math
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import count_text
-from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES
+from safetrain.core.model.files import TEMPLATES, TOKENIZER_FILES, header_of
 from safetrain.core.model.shapes import (
     OWN_IDS,
     ModelShape,
@@ -122,6 +121,7 @@ def _write(
     """Write all files into a hidden folder, then rename it."""
     config = config_of(shape, ids)
     tensors = tensors_of(config)
+    parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors]
     folder.parent.mkdir(parents=True, exist_ok=True)
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
     require_room(folder.parent, size_bytes, "The disk has no room for the model.", FREE)
@@ -130,25 +130,12 @@ def _write(
         write_json(into / "config.json", config)
         write_tokenizer(into)
         with (into / "model.safetensors").open("wb") as file:
-            file.write(_header(tensors))
+            file.write(header_of(parts, {"format": "pt"}))  # names and shapes are those of transformers
             for tensor in tensors:
                 file.writelines(initial_weights(shape, seed, tensor))
 
     with full_disk_named("The disk is full.", folder.parent, FREE):
         write_folder(folder, write)
-
-
-def _header(tensors: Sequence[TensorHeader]) -> bytes:
-    """A header: an 8-byte little-endian length, then that many bytes of JSON, a multiple of 8 (safetensors' README)."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # names and shapes are those of transformers
-    place = 0
-    for tensor in tensors:
-        end = place + tensor.size_bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def initial_weights(shape: ModelShape, seed: int, tensor: TensorHeader) -> Iterator[bytes]:

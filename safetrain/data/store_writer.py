@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from safetrain.core.data.store import (
     Provenance,
 )
 from safetrain.core.data.token_rows import Question
+from safetrain.core.model.files import header_of
 from safetrain.core.storage.files import write_atomic
 
 
@@ -93,18 +93,12 @@ class StoreWriter(contextlib.ExitStack):
             "label_bytes": repr(label_bytes),
             **more,
         }
-        header, place = dict[str, Any](__metadata__=metadata), 0
         order = sorted(self._types, key=lambda name: -np.dtype(self._types[name]).itemsize)  # for alignment
-        for name in order:
-            begin, place = place, place + self._arrays[name].tell()
-            kind, count = KINDS[self._types[name]], self._count(name)
-            header[name] = {"dtype": kind, "shape": [count], "data_offsets": [begin, place]}
-        text = json.dumps(header, ensure_ascii=False).encode("utf-8")
-        text += b" " * (-len(text) % 8)
+        parts = [(name, KINDS[self._types[name]], [self._count(name)], self._arrays[name].tell()) for name in order]
 
         def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
+                file.write(header_of(parts, metadata))
                 for name in order:
                     self._arrays[name].seek(0)
                     shutil.copyfileobj(self._arrays[name], file)

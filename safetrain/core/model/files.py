@@ -291,6 +291,20 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file of these tensors: name, type, shape and bytes of each, in the order of the data.
+
+    Its length is a multiple of 8.
+    """
+    header, place = dict[str, Any]({METADATA: metadata}), 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
     """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; a small file as a whole."""
     size = path.stat().st_size
