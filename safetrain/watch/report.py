@@ -34,12 +34,10 @@ Row = tuple[str, ...]
 
 
 def write_report(run: Run, path: Path) -> None:
-    """Write the page about a run, whole or not at all. The same records give the same bytes."""
-    write_text(path, render("report.html", run=run, title=title_of(run), pictures=pictures(run)))
+    """Write the page about a run, whole or not at all. The same records give the same bytes.
 
-
-def render(template: str, **values: Any) -> str:
-    """Return the HTML of a page. Values from records are text in it, never markup."""
+    Values from records are text in it, never markup.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
@@ -59,7 +57,8 @@ def render(template: str, **values: Any) -> str:
         describe_rows, history_of, memory_sizes, rows_text, status_of, verdict_of, written_again,
     )  # fmt: skip
     pages.globals |= {"EXACT": EXACT, **{function.__name__: function for function in functions}}
-    return re.sub(r"\n\s*\n+", "\n", pages.get_template(template).render(**values))
+    text = pages.get_template("report.html").render(run=run, title=title_of(run), pictures=pictures(run))
+    write_text(path, re.sub(r"\n\s*\n+", "\n", text))
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
