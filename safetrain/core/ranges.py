@@ -42,7 +42,9 @@ def check_ranges(config: Pipeline) -> None:
     if train.optimizer == "adam" and train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has no weight decay: use adamw")
     problems += [train.lacks_rate] if train.lacks_rate else []
-    _refuse(problems)
+    if problems:
+        what = "\n  ".join(["The configuration has invalid values:", *problems])
+        raise ConfigError(what, do="correct them in params.yaml, in the overlay, or on the command line")
 
 
 def _impossible(section: str, part: Any) -> Iterator[str]:
@@ -56,12 +58,6 @@ def _impossible(section: str, part: Any) -> Iterator[str]:
         if not is_null and (is_empty or not in_range or value not in key.metadata.get(CHOICES, (value,))):
             what = "is empty" if is_empty else f"= {value}"
             yield f"{section}.{key.name} {what}; allowed: {describe_allowed(section, key.name)}"
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        what = "\n  ".join(["The configuration has invalid values:", *problems])
-        raise ConfigError(what, do="correct them in params.yaml, in the overlay, or on the command line")
 
 
 def _is_optional(key: dataclasses.Field[Any]) -> bool:
