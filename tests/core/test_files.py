@@ -218,7 +218,7 @@ def test_whatever_is_cut_grown_flipped_or_lost_is_named(tmp_path: Path) -> None:
             file.write_bytes(flipped)
             assert fault_of(file.parent) == f"{name} has different contents"
         file.unlink()
-        assert fault_of(file.parent) == f"{name} is missing"
+        assert fault_of(file.parent) == f"{name} cannot be read: No such file or directory"
     file = checkpoint(tmp_path, 3).folder / MANIFEST
     content = file.read_bytes()
     for place in range(0, len(content), 7):

@@ -126,8 +126,6 @@ def fault_of(folder: Path) -> str:
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         changed = [name for name, proof in expected.items() if _proof(folder / name) != proof]
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
