@@ -74,8 +74,6 @@ def split_off(
     parts[in_train] = of_cluster[of_row]
     listed = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), noun)})" for name in missing]
     text = f"{' and '.join(listed)} split off train by content"
-    if sizes.max() > (1 - sum(missing.values())) * rows:
-        text += f"; {sizes.max():,} of {counted(rows, noun)} ask nearly the same and stay together"
     if changed:
         text += f"; {' and '.join(changed)} would have been empty and got another split's rows; more data may move them"
     return parts, text

@@ -237,16 +237,14 @@ def chain(length: int) -> list[str]:
 
 def test_a_cluster_larger_than_a_split_is_in_train_and_the_others_fill_the_splits() -> None:
     tenths, others = {"valid": 0.1, "test": 0.1}, [f"row {number} is no copy" for number in range(3500)]
-    parts, together, how = dealt(chain(500) + others[:500], tenths, 0.8)
+    parts, together, _ = dealt(chain(500) + others[:500], tenths, 0.8)
     assert (set(parts[:500]), len(set(together[:500]))) == ({TRAIN}, 1)
     assert 80 < parts.count(VALID) < 120
     assert 80 < parts.count(TEST) < 120
-    assert "stay together" not in how
     more, _, _ = dealt(chain(550) + others[:550], tenths, 0.8)
     now = [*more[:500], *more[550:1050]]
     assert sum(one != other for one, other in zip(parts, now, strict=True)) <= 10, "more rows move hardly any"
-    parts, _, how = dealt(chain(900) + others[:100], tenths, 0.8)
-    assert "900 of 1,000 rows ask nearly the same and stay together" in how
+    parts, _, _ = dealt(chain(900) + others[:100], tenths, 0.8)
     assert [set(parts[:900]), 20 < parts.count(VALID) < 30, 20 < parts.count(TEST) < 30] == [{TRAIN}, True, True]
     parts, _, _ = dealt([*chain(97), *others[:2]], tenths, 0.8)
     assert sorted(parts[97:]) == [VALID, TEST], "rather small than the chain"
