@@ -14,6 +14,7 @@ import psutil
 from safetrain.core.events import Event, Said
 from safetrain.core.formatting import RUN
 from safetrain.core.memory.system import OWN_LIMIT
+from safetrain.core.recorder import living_process
 from safetrain.core.signals import handling
 from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culprit
 from safetrain.guard.ranks import start_ranks
@@ -194,7 +195,8 @@ class _Watch:
         return min(overdue, key=lambda rank: rank.heartbeat.overdue_seconds()) if all_wait else None
 
     def _end_if_orphaned(self) -> None:
-        if self._starter is not None and not self._signal and not _is_alive(self._starter):
+        starter = self._starter
+        if starter and not self._signal and not (starter.is_running() and living_process(starter.pid)):
             self._end("orphan", ORPHAN_SECONDS)
 
     def _end(self, reason: str, grace_seconds: float, rank: WatchedProcess | None = None) -> None:
@@ -209,16 +211,6 @@ class _Watch:
 
     def _running(self) -> list[WatchedProcess]:
         return [rank for rank in self._ranks if not rank.is_over()]
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether the process is still running, and is neither a zombie nor a later process with the same id."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
 
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
