@@ -19,7 +19,7 @@ from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
 from safetrain.stage import stage
-from safetrain.watch.progress import say_on_terminal, still_working
+from safetrain.watch.progress import still_working
 
 DOCUMENTS = ("text", FORMAT)  # formats without answers
 TABLE = "{:<6}{:>10}{:>14}{:>14}{:>12}{:>7}{:>7}{:>9}"
@@ -57,7 +57,7 @@ def _create_or_use(config: Pipeline, folder: Path, preset: str) -> None:
     tokenizer = None if config.model.tokenizer is None else Path(config.model.tokenizer)
     shape = create_model(
         folder, PRESETS[preset], config.train.seed, texts=texts, where=config.data.path, tokenizer=tokenizer,
-        say=say_on_terminal,
+        say=print_text,
     )  # fmt: skip
     print_text(f"created {folder}: untrained, {describe_shape(shape)}")
 

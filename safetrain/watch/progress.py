@@ -117,13 +117,6 @@ def show_end(summary: TrainingSummary) -> None:
     say(f"Done. Validation loss {losses}. Adapter: {paths.ADAPTERS}")
 
 
-def say_on_terminal(text: str) -> None:
-    """Print to stderr for a person who waits: only on a terminal, never to a log or a program."""
-    if sys.stderr.isatty():
-        with suppress(OSError):
-            print_text(text, sys.stderr)
-
-
 class EvaluationProgress:
     """How far the evaluation of a model is, and how much time its current part still needs."""
 
