@@ -29,9 +29,8 @@ AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
 USUAL_TURN_KEYS = {"tool_calls", "tool_call_id", "name", "refusal", *REASONING_KEYS}
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
-Prompt = tuple[
-    int, str, str
-]  # of a row's last answer: its first token, the row's text before it, the message before it
+# Of a row's last answer: its first token, the row's text before it, the message before it
+Prompt = tuple[int, str, str]
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,6 @@ def validate(
     return _validate_rows(paths, model, settings, into, findings, shown_rows)
 
 
-def today() -> date:
-    """Today's date; tests replace it."""
-    return date.today()
-
-
 def _validate_rows(
     paths: Sequence[Path], model: Path, settings: DataSettings, into: Path | None, findings: Findings, shown_rows: int
 ) -> Validation:
@@ -180,7 +175,7 @@ def _provenance(model: Path, into: Path | None, source: str) -> Provenance:
 
     If nothing else has changed since the previous validation, its date is kept.
     """
-    provenance = Provenance(tokenizer_hash(model), source, today().isoformat(), (), "")
+    provenance = Provenance(tokenizer_hash(model), source, date.today().isoformat(), (), "")
     before = read_made(store_path(into, "train")) if into is not None else None
     if before and (before.tokenizer, before.source) == (provenance.tokenizer, source):
         return dataclasses.replace(provenance, made_on=before.made_on)

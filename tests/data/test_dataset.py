@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_what_all_rows_have_is_kept_and_the_date_of_a_template_is_that_of_the_fi
     rows: list[object] = [{"messages": [brief, *chat(f"q{n}", "a")["messages"]]} for n in range(5)]  # type: ignore[misc]
 
     def made_on(day: date, rows: list[object]) -> tuple[str, str, str]:
-        monkeypatch.setattr(validate_module, "today", lambda: day)
+        monkeypatch.setattr(validate_module, "date", Mock(today=lambda: day, fromisoformat=date.fromisoformat))
         report = gate(write_jsonl("a.jsonl", rows), tmp_path, model=model)
         path = store_path(tmp_path / "validated", "train")
         made = read_made(path)
