@@ -1,5 +1,6 @@
 """Stage 5: compare the base and tuned models on test rows, which neither training nor adapter selection has used."""
 
+import os
 from pathlib import Path
 
 from safetrain.core.data.store import open_split
@@ -9,7 +10,7 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.schema import PAIRED, Pipeline
-from safetrain.core.records.settings import Recommendation
+from safetrain.core.records.settings import Recommendation, gpu_environment
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, write_record
@@ -25,13 +26,14 @@ LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and a
 @stage
 def main(config: Pipeline) -> None:
     """Measure losses and answers of both models on as much as the plan, or evaluate.max_examples, says."""
+    run = read_result(paths.SUMMARY, TrainingSummary)
+    os.environ.update(gpu_environment(len(run.gpu_rungs), os.environ))
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.loss import PairLoss
     from safetrain.evaluate.examination import Examination
     from safetrain.evaluate.scoring import evaluation_of, general_text
 
     settings, base = config.evaluate, Path(config.model.path)
-    run = read_result(paths.SUMMARY, TrainingSummary)
     plan, store = read_result(paths.RECOMMENDED_CONFIG, Recommendation), open_split("test", base)
     held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, plan.test_tokens)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)

@@ -27,6 +27,7 @@ from safetrain.engine.cpu.blas import load_fast_blas
 BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OPENBLAS_THREAD_TIMEOUT": "4"}
 os.environ |= BLAS_THREADS
 os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU, g++ would build each kernel that mlx-lm's layers fuse
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on a GPU, products in float32 would round to TF32
 load_fast_blas()  # before any test imports mlx
 BLAS_CACHE = cache_directory() / "blas"
 BLAS_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,6 +38,7 @@ if os.environ.get("SAFETRAIN_TEST_GPU") != "1":
 MLX_LIMIT = mx.set_memory_limit(2**40)  # returns the one before
 mx.set_memory_limit(MLX_LIMIT)
 
+cpu_only = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="about what a CPU alone does")
 GIB = 2**30
 MEMORY_DISK = Path("/dev/shm")
 

@@ -1,8 +1,8 @@
 """The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of training.
 
 The pages belong to the kernel, so records survive SIGKILL, an abort or a segmentation fault. Writing one is a copy in
-memory (measured: benchmarks/bench_recorder.py). The supervisor flushes the ring to the disk against a crash of the
-machine; the training never waits for the flush.
+memory (measured: benchmarks/results/bench_recorder.md). The supervisor flushes the ring to the disk against a crash of
+the machine; the training never waits for the flush.
 """
 
 import contextlib

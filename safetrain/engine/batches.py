@@ -18,12 +18,12 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows, TrainRows
 from safetrain.core.data.training_rows import Cursor, rows_at
 from safetrain.core.memory.terms import width_of, widths_of
+from safetrain.core.records.settings import PADDING_TOKENS
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Block, Gather, PackedRows
 
 LARGEST_WASTE = 4000  # padded attention scores per row that cost about as much as another rectangle
-MOST_PADDING = 128  # padding tokens that cost about as much as another rectangle
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
 LABEL_SHARES = 4  # in a rectangle the list is padded to one of about this many sizes
 PLACE = 2**32 - 1  # low bits of a token's number: its place in its row; the higher bits are the row
@@ -37,6 +37,7 @@ class BatchLayout:
     shards: int = 1  # lists per micro-batch, computed in parallel
     rectangles: bool = False  # whether each list is one rectangle of padded rows
     rows_per_pair: int = 1  # rows that stay in one list: 2 for pairs, whose loss needs both rows in one graph
+    padding_tokens: int = PADDING_TOKENS  # of a rectangle, at most
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -188,7 +189,7 @@ def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     """How many of the longest rows to put in one rectangle before padding costs more than another rectangle."""
     width = int(widths_of(widths[0]))
     most = max(1, layout.most_tokens // width)
-    rows = int(np.searchsorted(np.cumsum(width - widths_of(widths[:most])), MOST_PADDING, side="right"))
+    rows = int(np.searchsorted(np.cumsum(width - widths_of(widths[:most])), layout.padding_tokens, side="right"))
     return most if rows >= most else 2 ** (rows.bit_length() - 1)  # few distinct numbers of rows
 
 

@@ -60,8 +60,15 @@ def probe(folder: str = "", limit: str = "") -> dict[str, Any]:
     import safetrain.engine.training  # noqa: F401 loads every module of a training run
 
     process_bytes = footprint_bytes(os.getpid())
-    from safetrain.engine.backend import device, keep_to_room
-    from safetrain.engine.selftest import load, probed_dtype, product_gflops
+    from safetrain.engine.backend import (
+        dequantizing_pays,
+        device,
+        keep_to_room,
+        labels_at_once,
+        probed_dtype,
+        product_gflops,
+    )
+    from safetrain.engine.selftest import load
 
     info = device().facts
     answer: dict[str, Any] = {
@@ -77,6 +84,8 @@ def probe(folder: str = "", limit: str = "") -> dict[str, Any]:
         "gemm_gflops": round(product_gflops(1024), 1),
         "compute_dtype": probed_dtype(info, quantized=False),
         "quantized_compute_dtype": probed_dtype(info, quantized=True),
+        "dequantizing_pays": dequantizing_pays(info),
+        "labels_at_once": labels_at_once(info),
     }
     if folder:
         keep_to_room(int(limit) if limit else None)

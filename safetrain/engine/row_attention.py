@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, MOST_METAL_BYTES, Tiles, metal_row_bytes
+from safetrain.core.memory.terms import CPU_TILES, CUDA_WIDTH, GPU_TILES, MOST_METAL_BYTES, Tiles, metal_row_bytes
 from safetrain.engine.backend import device
 from safetrain.engine.layers import with_gradient
 
@@ -64,16 +64,19 @@ def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
     """Attention of rows padded to one length on a GPU; all arrays are (rows, heads, width, size).
 
     On Metal, mlx's kernels take a few rows at a time: the backward pass holds tiles of all heads for all rows of a
-    call.
+    call. On CUDA they take rows whose width is a multiple of CUDA_WIDTH: no token sees those after it, so more padding
+    changes nothing.
     """
     rows, heads, width, size = queries.shape
-    if values.shape[-1] == size and has_gradient_kernel(width, size, queries.dtype):
+    more = 0 if mx.metal.is_available() else -width % CUDA_WIDTH
+    if values.shape[-1] == size and has_gradient_kernel(width + more, size, queries.dtype):
+        queries, keys, values = (mx.pad(part, [(0, 0), (0, 0), (0, more), (0, 0)]) for part in (queries, keys, values))
         step = rows
         if mx.metal.is_available():
             step = max(1, MOST_METAL_BYTES // metal_row_bytes(heads, width, queries.itemsize))
         pieces = (mx.split(part, list(range(step, rows, step))) for part in (queries, keys, values))
         kernel = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
-        return mx.concatenate([kernel(*some) for some in zip(*pieces, strict=True)])
+        return mx.concatenate([kernel(*some) for some in zip(*pieces, strict=True)])[:, :, :width]
     listed = (
         part.transpose(0, 2, 1, 3).reshape(rows * width, part.shape[1], 1, part.shape[3])
         for part in (queries, keys, values)

@@ -183,6 +183,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     On CPU a resumed run keeps its number of threads, even with a different number of cores.
     """
     layout = training_layout(model, job.settings.batch_size, job.rows.train)
+    layout = dataclasses.replace(layout, padding_tokens=job.settings.padding_tokens)
     if not device().on_cpu:
         return layout
     state.threads = state.threads or cores()

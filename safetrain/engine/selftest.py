@@ -1,13 +1,10 @@
-"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and measures machine and training.
-
-NVIDIA GPUs before Ampere emulate bfloat16. On them a plain and a quantized layer are timed: quantized products have
-their own kernels, which use no tensor cores there (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``).
-"""
+"""Tests whether a model opens and trains, compares a pass with mlx-lm's own, and makes dry runs of a training."""
 
 import dataclasses
+import functools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, largest_update_rows, rows_at
 from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.core.memory.system import most_footprint_bytes
-from safetrain.core.memory.terms import MOST_SHARDS
+from safetrain.core.memory.terms import MOST_SHARDS, WIDTH_STEP, widths_of
 from safetrain.core.model.files import read_model_files
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import (
@@ -34,7 +31,7 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage.files import with_traceback
 from safetrain.engine.adapters import adapted_names
-from safetrain.engine.backend import device
+from safetrain.engine.backend import device, time_operation
 from safetrain.engine.batches import Update, fill, training_layout, update_at, update_of_rows
 from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.job import Job, own_largest_update
@@ -48,11 +45,8 @@ from safetrain.engine.upstream.loading import NO_MEMORY, plain_model, training_r
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # standard deviation of the adapter's random numbers; with the usual zeros half the gradient is 0
 TRIED_TOKENS = 8
-ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
-NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
-NOISE = 1.2  # float32 must be this many times faster: it takes twice the memory
-TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; four timings take less than half a second
-MOST_TIMED = 6  # updates that a dry run times
+MOST_TIMED = 6  # updates, or rows, that a dry run times
+MOST_PADDING = 4096  # tokens: with more, a rectangle would be mostly padding
 CLEARLY_FASTER = 0.8  # share of the time with all threads; other programs may be busy only now
 RATE = 1e-6  # learning rate of a dry run, whose weights are discarded
 Measured = tuple[int, float, int]  # an update: mlx's memory peak in bytes, seconds, and tokens
@@ -211,59 +205,13 @@ def random_rows(rows: int, tokens: int, vocabulary: int) -> TokenRows:
     ])  # fmt: skip
 
 
-def product_gflops(width: int) -> float:
-    """Speed of a square matrix product in float32, in GFLOP/s."""
-    matrix = mx.random.normal((width, width))
-    mx.eval(matrix)
-    return 2e-9 * width**3 / time_operation(mx.matmul, matrix, matrix)
-
-
-def probed_dtype(facts: Mapping[str, object], *, quantized: bool) -> str | None:
-    """The type to compute in with a bfloat16 base: float32 if it is faster by more than noise, else None.
-
-    ``facts``: ``mx.device_info()`` of a GPU; a GPU with bfloat16 in hardware is not timed.
-    """
-    capability = facts.get("compute_capability_major")
-    if not isinstance(capability, int) or capability >= NATIVE_CAPABILITY:
-        return None
-    return "float32" if layer_speed(mx.float32, quantized) > NOISE * layer_speed(mx.bfloat16, quantized) else None
-
-
-def layer_speed(dtype: Any, quantized: bool) -> float:
-    """Forward and backward passes per second through a linear layer; 0 if mlx cannot compute them."""
-    layer: Any = nn.Linear(TIMED_WIDTH, TIMED_WIDTH, bias=False)
-    layer.set_dtype(dtype)
-
-    def summed(x: mx.array) -> mx.array:
-        return layer(x).square().sum()
-
-    try:
-        if quantized:
-            layer = nn.QuantizedLinear.from_linear(layer, group_size=64, bits=4)
-        x = mx.random.normal((TIMED_TOKENS, TIMED_WIDTH)).astype(dtype)
-        mx.eval(x, layer.parameters())
-        return 1 / time_operation(mx.grad(summed), x)
-    except (RuntimeError, ValueError):  # from mlx: no such kernel, or no memory
-        return 0.0
-
-
-def time_operation(function: Callable[..., Any], *arguments: mx.array) -> float:
-    """Seconds of the fastest of a few runs after the first, which may compile."""
-    mx.clear_cache()
-    seconds = list[float]()
-    while len(seconds) < 2 or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
-        began = time.perf_counter()
-        mx.eval(function(*arguments))
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
-
-
 # A dry run
 
 
 def dry_run(job: Job, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates if updates are quick."""
     run, made, own = _open(job, scratch), list[Measured](), list[Measured]()
+    run.layout = dataclasses.replace(run.layout, padding_tokens=_padding_tokens(run))
     largest_updates = _largest_updates(run)
     for largest, is_own in largest_updates:
         made.append(_make(run, largest))
@@ -285,7 +233,8 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
     update_seconds = mean_tokens * statistics.median(seconds / tokens for _, seconds, tokens in timed)
     own_update = own_largest_update(job, device().name) if len(made) == len(largest_updates) else None
     own_peak, peak = (max(peak for peak, _, _ in [*group, *timed]) for group in (own, made))
-    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_update, own_peak, threads)
+    label, padding = device().label, run.layout.padding_tokens
+    return DryRun(peak, most_footprint_bytes(), update_seconds, label, own_update, own_peak, threads, padding)
 
 
 def _open(job: Job, scratch: Path) -> TrainingRun:
@@ -300,6 +249,29 @@ def _open(job: Job, scratch: Path) -> TrainingRun:
         job, settings=settings, trace=False, rows=rows, output=output, adapters=scratch / "adapters"
     )
     return open_run(trial, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+
+
+def _padding_tokens(run: TrainingRun) -> int:
+    """Padding that takes a GPU as long as another micro-batch, in tokens: a power of two.
+
+    Timed: rows of middle length in one rectangle, and each alone. A micro-batch takes a fixed time and a time per
+    token.
+    """
+    layout, window = run.layout, rows_at(run.job.rows.train, Cursor(0, 0), SEED, run.job.settings.rows_per_update)
+    rows = window.rows[len(window.rows) // 2 :][:MOST_TIMED]
+    rows = rows[: layout.most_tokens // int(widths_of(window.data.inputs(rows)).max())]
+    if device().on_cpu or run.model.blocks is not None or layout.rows_per_pair > 1 or len(rows) < 2:
+        return layout.padding_tokens
+    run.model.module.train()
+    together, alone = (update_of_rows(window.data, groups, layout) for groups in ([rows], [[row] for row in rows]))
+    began = time.perf_counter()
+    mx.eval(run.gradients.of(together, 0))
+    if time.perf_counter() - began > DRY_RUN_SLOW_SECONDS:
+        return layout.padding_tokens
+    one, several = (time_operation(functools.partial(run.gradients.of, each, 0)) for each in (together, alone))
+    per_token = (len(rows) * one - several) / (len(rows) * together.computed_tokens - alone.computed_tokens)
+    worth = one / per_token - together.computed_tokens if per_token > 0 else MOST_PADDING
+    return 2 ** round(math.log2(min(max(worth, WIDTH_STEP), MOST_PADDING)))
 
 
 def _make(run: TrainingRun, update: Update) -> Measured:

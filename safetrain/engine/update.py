@@ -83,6 +83,7 @@ def prepare(
     model = open_base(
         base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype, stream=settings.stream_base
     )
+    model = dataclasses.replace(model, labels_at_once=settings.labels_at_once)
     return model, equip(model, settings, recorder, tracer)
 
 

@@ -7,7 +7,7 @@ one rung of the memory ladder. If the GPU watchdog ended it, the GPU work comes 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,15 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.run_state import is_finished
 from safetrain.core.records.schema import LOWER_RATE, WHOLE, rows_together
-from safetrain.core.records.settings import Recommendation, Rung, TrainJob, TrainSettings
+from safetrain.core.records.settings import (
+    FEWEST_LABELS,
+    GPU_RUNGS,
+    Recommendation,
+    Rung,
+    TrainJob,
+    TrainSettings,
+    gpu_environment,
+)
 from safetrain.core.results import is_complete, publish
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED, kept_runs
@@ -38,14 +46,6 @@ REPAIR_ROWS = (
     "or allow a jump of the loss with a larger train.max_loss_jump"
 )
 GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
-SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
-RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
-# From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
-# machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
-GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as environment variables of the training process
-    ("shorter pieces of GPU work", SHORTER),
-    ("a longer timeout of the GPU driver: the screen will stutter", {**SHORTER, **RELAXED}),
-)
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,12 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     """Return the settings of the next rung; None at the bottom.
 
     The order: half the micro-batch and twice the accumulation (an odd micro-batch is divided by its smallest factor),
-    gradient checkpointing, a base that stays quantized, a base that stays on disk. All give the same update up to
-    rounding. While ``loading``, only the base can use less memory.
+    gradient checkpointing, a base that stays quantized, a base that stays on disk; with the first of them, few logits.
+    All give the same update up to rounding. While ``loading``, only the base can use less memory.
     """
-    size, change = settings.batch_size, replace
+    size, change, asked = settings.batch_size, replace, settings
+    if not loading:
+        settings = replace(settings, labels_at_once=FEWEST_LABELS)
     if size > rows_together(settings.method) and not loading:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         accumulation = settings.gradient_accumulation * factor
@@ -216,14 +218,8 @@ def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = F
     if quantized and settings.dequantize_base:
         return change(settings, dequantize_base=False)
     if settings.stream_base or settings.method in WHOLE:  # the base is already on disk, or is trained itself
-        return None
+        return settings if settings != asked else None
     return change(settings, stream_base=True, dequantize_base=False)
-
-
-def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the first ``count`` GPU rungs, without those that ``ours`` sets already."""
-    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
-    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def fit_to_available_memory(job: TrainJob, plan: Recommendation, say: Callable[[str], None]) -> TrainJob:

@@ -49,7 +49,9 @@ BY_WATCHDOG, TOO_LONG = "the GPU watchdog ended it", "the GPU took too long for 
 MESSAGES = {  # pattern of a message from mlx, the driver or the C library: its cause, without evidence
     # The first four are Metal's names for how a command buffer failed (mlx raises or aborts with them).
     r"ImpactingInteractivity|Impacting Interactivity": Cause("gpu_watchdog", BY_WATCHDOG, advice=WATCHDOG),
-    r"kIOGPUCommandBufferCallbackError(Timeout|Hang)|GPU Timeout": Cause("gpu_timeout", TOO_LONG, advice=SHORTER),
+    r"kIOGPUCommandBufferCallbackError(Timeout|Hang|SubmissionsIgnored)|GPU Timeout": Cause(
+        "gpu_timeout", TOO_LONG, advice=SHORTER
+    ),
     r"kIOGPUCommandBufferCallbackErrorInnocentVictim|victim of GPU error": Cause(
         "gpu_victim", "another program's GPU fault ended it too", advice=OTHER_PROGRAM
     ),
@@ -57,7 +59,7 @@ MESSAGES = {  # pattern of a message from mlx, the driver or the C library: its 
     r"0000000e:Internal Error": Cause("gpu_watchdog", BY_WATCHDOG, LIKELY, advice=WATCHDOG),
     r"Resource limit \(\d+\)": Cause("resource_limit", "mlx ran out of buffer handles, not memory", advice=LARGER),
     # Messages of the allocators themselves, in an exception or an abort
-    r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size|cudaMalloc\w*\(.*"
+    r"ErrorOutOfMemory|Insufficient Memory|\[malloc|\[metal::malloc\]|maximum allowed buffer size|cuda\w+\(.*"
     r"out of memory|std::bad_alloc|^[\w.]*MemoryError|Memory allocation (?:still )?failed": Cause(
         "out_of_memory", "out of memory", is_memory=True
     ),

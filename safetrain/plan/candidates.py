@@ -33,7 +33,9 @@ from safetrain.core.records.reports import DataReport, Machine, SplitReport
 from safetrain.core.records.schema import OF_START, PAIRED, PRETRAIN, SET, WHOLE, Lora, Train, rows_together
 from safetrain.core.records.settings import (
     ALL_LINEAR,
+    CHUNKS,
     DRY_RUN_SLOW_SECONDS,
+    MANY_LABELS,
     MOST_VALID_TOKENS,
     SMALLEST,
     LoraSettings,
@@ -44,8 +46,9 @@ from safetrain.core.records.settings import (
 )
 
 # Costs that order the candidates; dry runs decide between close ones. (measured on CPU: benchmarks/bench_choice)
+QUANTIZED_COST = 1.2  # at least, of a quantized base on a CUDA device that is faster without (engine/backend.py: NOISE)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, which is a third of the work of a step
-FIXED_TOKENS = {"cpu": 32, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
+FIXED_TOKENS = 32  # fixed cost of a micro-batch on CPU, in tokens' worth of work; on a GPU PADDING_TOKENS
 DEQUANTIZING_TOKENS = 100  # cost of dequantizing the weights for one pass, in tokens' worth of work (on two cores)
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
@@ -173,7 +176,8 @@ def ask(inputs: PlanInputs, train: Train, pins: Lora) -> PlannedTraining:
         usual = windows_per_update(model, train.num_epochs * tokens if train.num_epochs else usual_tokens, longest)
         mean, count = float(longest), -(-(tokens - 1) // longest)
     settings = dataclasses.replace(with_pins(SMALLEST, train), lora=lora)
-    settings = dataclasses.replace(settings, compute_dtype=compute_dtype_of(train, machine, model))
+    dtype = compute_dtype_of(train, machine, model, dequantized=settings.dequantize_base)
+    settings = dataclasses.replace(settings, compute_dtype=dtype)
     run = Estimate(model, settings, machine.backend, machine=machine)
     reasons, largest = {} if train.method in WHOLE else reasons, _largest_updates(inputs, train)
     return PlannedTraining(run, reasons, train, lengths, longest, mean, largest, count, data.test, usual, valid_tokens)
@@ -253,20 +257,20 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     return list(dict.fromkeys(min(width_of(each, rectangles=False), limit) for each in (data.longest_row, most)))
 
 
-def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
+def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles, *, dequantized: bool) -> str | None:
     """The pinned type, or the one chosen for the machine and the base; None: the base's stored type.
 
     Pretraining computes in bfloat16 on a GPU, unless that is slower; the weights stay float32.
     """
     if train.method == PRETRAIN and machine.backend != "cpu":
         return train.compute_dtype or machine.compute_dtype or "bfloat16"
-    return train.compute_dtype or usual_dtype(machine, model, dequantized=bool(train.dequantize_base))
+    return train.compute_dtype or usual_dtype(machine, model, dequantized=dequantized)
 
 
 def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = False) -> str | None:
     """float32 for a bfloat16 base, if the machine computes faster in float32; other bases are not cast.
 
-    ``dequantized``: a quantized base is dequantized first (train.dequantize_base).
+    ``dequantized``: a quantized base is dequantized first.
     """
     if not model.in_bfloat16:
         return None
@@ -281,12 +285,14 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
     if train.method in PAIRED and not train.batch_size:
         sizes = [size for size in sizes if size > 1 and question.rows_per_update(size) % 2 == 0] or [2]
-    dequantizing = [True, False] if run.on_cpu and run.model.quantization_bits else [False]
+    pays = run.on_cpu or run.machine.dequantizing_pays
+    dequantizing = [True, False] if pays and run.model.quantization_bits else [False]
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
     modes = [(True, bool(train.dequantize_base))] if stream else list(itertools.product(recomputing, dequantizing))
     rectangles = in_rectangles(run.model, run.backend)
     fits = dict[tuple[bool, bool, Shape], Estimate]()  # sizes that hold a whole step are identical
+    most_labels = run.machine.labels_at_once or MANY_LABELS
     for (checkpointing, dequantize), size in itertools.product(modes, sizes):
         rows = question.rows_per_update(size)
         together = max(size, rows_together(train.method))
@@ -294,8 +300,11 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
         fit = run.but(
             dequantize_base=dequantize, gradient_checkpointing=checkpointing, stream_base=stream, batch_size=size,
             gradient_accumulation=rows // size, max_seq_length=length,
+            compute_dtype=compute_dtype_of(train, run.machine, run.model, dequantized=dequantize),
         )  # fmt: skip
-        fits.setdefault((checkpointing, dequantize, shape), dataclasses.replace(fit, largest=shape))
+        fit = dataclasses.replace(fit, largest=shape)
+        many = (fit.but(labels_at_once=labels) for labels in CHUNKS if labels <= most_labels)
+        fits.setdefault((checkpointing, dequantize, shape), next((each for each in many if each.fits), fit))
     costed = [dataclasses.replace(fit, relative_cost=_relative_cost(question, fit)) for fit in fits.values()]
     return sorted(costed, key=lambda fit: fit.relative_cost)
 
@@ -313,9 +322,10 @@ def _relative_cost(question: PlannedTraining, fit: Estimate) -> float:
     settings = fit.settings
     mean_tokens = min(settings.max_seq_length, question.mean_tokens)
     tokens = mean_tokens * max(1.0, min(fit.micro_batch.tokens / mean_tokens, settings.rows_per_update))
-    fixed = FIXED_TOKENS.get(fit.backend, 0)
+    fixed = FIXED_TOKENS if fit.on_cpu else settings.padding_tokens
     fixed += (2 + settings.gradient_checkpointing) * DEQUANTIZING_TOKENS if fit.dequantizes_per_use else 0
-    return (RECOMPUTED_COST if settings.gradient_checkpointing else 1.0) + fixed / tokens
+    slower = QUANTIZED_COST if fit.machine.dequantizing_pays and not settings.dequantize_base else 1.0
+    return slower * (RECOMPUTED_COST if settings.gradient_checkpointing else 1.0) + fixed / tokens
 
 
 def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:

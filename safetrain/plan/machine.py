@@ -50,6 +50,7 @@ LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise
 MACHINES = Path("conf/machines.yaml")
 EXAMPLE = "mine: {chip: CPU, backend: cpu, total_memory_gb: 16, usable_memory_gb: 14}"
 HERE = "this machine"
+TIMED = "compute_dtype", "quantized_compute_dtype", "dequantizing_pays", "labels_at_once"
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
 ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
 
@@ -73,6 +74,8 @@ class Probe:
     load_seconds: float = 0.0
     compute_dtype: str | None = None  # as in core/records/reports.py
     quantized_compute_dtype: str | None = None
+    dequantizing_pays: bool | None = None
+    labels_at_once: int | None = None
     trains: bool | None = None  # whether the backward pass works
     train_error: str = ""
 
@@ -98,13 +101,15 @@ def read_machine_now(probe: Probe) -> Machine:
         gemm_gflops=probe.gemm_gflops,
         compute_dtype=probe.compute_dtype,
         quantized_compute_dtype=probe.quantized_compute_dtype,
+        dequantizing_pays=probe.dequantizing_pays,
+        labels_at_once=probe.labels_at_once,
     )
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
     """``now``, but with values from ``before`` where they differ only by noise, so that plans do not change.
 
-    A measured compute type is kept for the same device and mlx version.
+    What was timed is kept for the same device and mlx version.
     """
     if before is None:
         return now
@@ -112,8 +117,7 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
         kept["gemm_gflops"] = before.gemm_gflops
     if (now.backend, now.device, now.mlx) == (before.backend, before.device, before.mlx):
-        kept["compute_dtype"] = before.compute_dtype or now.compute_dtype
-        kept["quantized_compute_dtype"] = before.quantized_compute_dtype or now.quantized_compute_dtype
+        kept |= {name: value for name in TIMED if (value := getattr(before, name)) is not None}
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
         kept["process_memory_bytes"] = before.process_memory_bytes
     if 1 - LESS_COUNTS <= now.memory_budget_bytes / max(1, before.memory_budget_bytes) <= 1 + MORE_COUNTS:

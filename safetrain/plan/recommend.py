@@ -24,6 +24,7 @@ from safetrain.core.records.metrics import proof_passes
 from safetrain.core.records.run_state import KEPT_BESIDE, checkpoint_bytes
 from safetrain.core.records.schema import PAIRED, PRETRAIN, SET, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
+    PADDING_TOKENS,
     DryRun,
     Recommendation,
     TrainJob,
@@ -60,6 +61,7 @@ WHY_ON_DISK = {
     False: "the base fits into memory",
     True: "the base does not fit into memory: each block is read from disk twice per step",
 }
+WHY_LABELS = "as many logits at once as make each cheaper here and leave room"
 # Tokens of the evaluation of both models, counted as tokens of training
 EVALUATION_SHARE, LEAST_EVALUATION = 0.06, 2.0**40  # of the training's; times weights: about a minute on two cores
 TEST_SHARE, ANSWER_SHARE, GENERAL_SHARE = 0.3, 0.5, 0.2
@@ -198,9 +200,13 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         rate, why = learning_rate_for(fit)
     is_fewer = measured is not None and measured.threads not in (None, usable_cores())
     reasons["threads"] = f"{'fewer were clearly faster' if is_fewer else 'all cores of a CPU'}, or {THREADS}"
+    reasons["padding_tokens"] = "as costly as another micro-batch; a CPU pads hardly any rows"
+    if measured and not fit.on_cpu:
+        reasons["padding_tokens"] = "measured: as costly as another micro-batch"
     reasons["learning_rate"] = why
     steps, sizes = _intervals(question, fit, updates, reasons, measured), _evaluated(question, fit, updates, reasons)
     steps["threads"] = measured.threads if measured else None
+    steps["padding_tokens"] = measured.padding_tokens if measured else PADDING_TOKENS
     taken_bytes = math.inf if measured is None else measured.footprint_bytes if fit.on_cpu else measured.peak_bytes
     return Recommendation(
         settings=replace(chosen, learning_rate=rate, num_epochs=epochs, max_steps=max_steps, **steps),
@@ -245,8 +251,9 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
         "dequantize_base": _why_dequantized(fit),
         "stream_base": WHY_ON_DISK[settings.stream_base],
         "compute_dtype": _why_dtype(fit),
+        "labels_at_once": WHY_LABELS,
     }
-    pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key) is not None}
+    pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key, None) is not None}
     together = f"{settings.batch_text} = {rows} rows per update"
     together += f" ({counted(rows // 2, 'pair')})" if train.method in PAIRED else ""
     accumulation = f"{together}; {SET if train.gradient_accumulation else usual}"
@@ -255,10 +262,11 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
 
 def _why_dequantized(fit: Estimate) -> str:
     if fit.settings.dequantize_base:
-        return "dequantized weights fit; on CPU, quantized ones would be dequantized at each use"
+        return "dequantized weights fit; quantized ones were measured, or on CPU are known, to be slower"
     if fit.model.quantization_bits is None:
         return "the base is not quantized"
-    return "kept quantized to save memory" if fit.on_cpu else "the GPU multiplies quantized weights directly"
+    pays = fit.on_cpu or fit.machine.dequantizing_pays
+    return "kept quantized to save memory" if pays else "the GPU multiplies quantized weights directly"
 
 
 def _why_dtype(fit: Estimate) -> str:

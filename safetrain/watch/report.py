@@ -143,9 +143,12 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     return [each for each in sizes if each[1]]
 
 
+UNSHOWN = "lora", "threads", "labels_at_once", "padding_tokens"  # the last three follow from the machine
+
+
 def values_of(settings: TrainSettings) -> dict[str, Any]:
     """Every training setting by its key in params.yaml."""
-    names = [field.name for field in fields(TrainSettings) if field.name not in ("lora", "threads")]
+    names = [field.name for field in fields(TrainSettings) if field.name not in UNSHOWN]
     values = {f"train.{name}": getattr(settings, name) for name in names}
     return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
 

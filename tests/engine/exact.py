@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapters import set_adapter_weights
+from safetrain.engine.backend import name_now
 from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
 from safetrain.engine.model import BaseModel
 from safetrain.engine.update import Gradients, prepare
@@ -18,6 +19,8 @@ from tests.support.settings import SETTINGS as STILL
 
 LORA = STILL.lora  # without dropout
 SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
+ON_GPU = name_now() != "cpu"  # SAFETRAIN_TEST_GPU=1, on a machine that has one
+GPU_TOLERANCE = 1e-3  # relative; a GPU sums in another order, a virtual Mac's in yet another
 ONE_LIST = BatchLayout(10**6)
 LAYOUTS = {
     "one list": ONE_LIST,
@@ -53,8 +56,15 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
     return model, gradients
 
 
+def within(on_cpu: float) -> float:
+    """The tolerance of a comparison: that of a CPU, or GPU_TOLERANCE."""
+    return GPU_TOLERANCE if ON_GPU else on_cpu
+
+
 def update_of(data: TokenRows, layout: BatchLayout) -> Update:
-    """All of ``data`` as one update."""
+    """All of ``data`` as one update; on a GPU in rectangles."""
+    if ON_GPU:
+        layout = dataclasses.replace(layout, rectangles=True, shards=1)
     groups = list(fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout))
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import mlx
 import mlx.core as mx
@@ -20,6 +21,8 @@ from safetrain.engine.row_attention import (
     powers_of,
 )
 from safetrain.engine.upstream.adaptation import PackedRowsCache, packed_attention
+from tests.conftest import cpu_only
+from tests.engine.exact import within
 
 SIZE = 8
 Given = list[mx.array]
@@ -87,9 +90,10 @@ def test_tiles_give_the_plain_attention(
     for lines, most_queries in ((1, 512), (3, 128)):
         monkeypatch.setattr(row_attention, "CPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
         monkeypatch.setattr(Tiles, "lines", lambda *_sizes, lines=lines: lines)
-        assert farthest(both_passes(blocks_of(*widths), window, parts), expected) <= 2e-6
+        assert farthest(both_passes(blocks_of(*widths), window, parts), expected) <= within(2e-6)
 
 
+@cpu_only
 def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
     """Products of subnormal numbers took a third of an update on Intel."""
     before, after = given(64, 2, 2), given(64, 2, 2)
@@ -105,6 +109,7 @@ def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
     assert powers[powers > 0].min() * 1e-9 > np.finfo(np.float32).tiny
 
 
+@cpu_only
 def test_a_long_row_takes_far_less_than_its_probabilities() -> None:
     """Where mlx keeps to a limit, as in a training; else it makes some tiles ahead."""
     tokens, heads = 2048, 2
@@ -134,7 +139,30 @@ def test_padded_rows_on_a_gpu_attend_as_packed_ones(monkeypatch: pytest.MonkeyPa
         return padded_attention(q, k, v, SIZE**-0.5).transpose(0, 2, 1, 3).reshape(200, 4, 1, SIZE)
 
     outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
-    assert farthest([np.array(each) for each in (*outputs, *gradients)], expected) <= 2e-6
+    assert farthest([np.array(each) for each in (*outputs, *gradients)], expected) <= within(2e-6)
+
+
+def test_on_cuda_rows_get_the_width_that_its_gradient_has_a_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 tokens 128: cuDNN's gradient has multiples of 128 alone, and tiles are slow."""
+    parts, asked = given(100, 4, 2), list[tuple[int, ...]]()
+    expected = both_passes(blocks_of(50, 50), None, parts)
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
+    monkeypatch.setattr(row_attention, "has_gradient_kernel", lambda width, *_: width % 128 == 0)
+    kernel = mx.fast.scaled_dot_product_attention
+
+    def seen(q: mx.array, *others: Any, **more: Any) -> mx.array:
+        asked.append(q.shape)
+        return kernel(q, *others, **more)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", seen)
+
+    def attention(*listed: mx.array) -> mx.array:
+        q, k, v = (part.reshape(2, 50, -1, SIZE).transpose(0, 2, 1, 3) for part in listed)
+        return padded_attention(q, k, v, SIZE**-0.5).transpose(0, 2, 1, 3).reshape(100, 4, 1, SIZE)
+
+    outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
+    assert farthest([np.array(each) for each in (*outputs, *gradients)], expected) <= within(2e-6)
+    assert asked == [(2, 4, 128, SIZE)]
 
 
 @pytest.mark.usefixtures("compiling")

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from safetrain.engine import selftest
-from safetrain.engine.selftest import probed_dtype
+from safetrain.engine import backend
+from safetrain.engine.backend import probed_dtype
 from safetrain.engine.upstream.loading import cast
 
 TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 is a V100's too
@@ -29,8 +29,40 @@ def test_float32_must_be_faster_by_more_than_noise_where_bfloat16_is_slow(
     def speed(dtype: Any, quantized: bool) -> float:
         return 9.0 if quantized else float32 if dtype == mx.float32 else bfloat16
 
-    monkeypatch.setattr(selftest, "layer_speed", speed)
+    monkeypatch.setattr(backend, "layer_speed", speed)
     assert [probed_dtype(device, quantized=each) for each in (False, True)] == [expected, None]
+
+
+@pytest.mark.parametrize(("device", "plain", "quantized", "expected"), [
+    (AMPERE, 5.0, 4.0, True), (AMPERE, 4.7, 4.0, False), (TURING, 5.0, 4.0, True), ({}, 9.0, 1.0, False),
+])  # fmt: skip
+def test_a_base_is_dequantized_where_a_cuda_device_is_faster_so_by_more_than_noise(
+    monkeypatch: pytest.MonkeyPatch, device: dict[str, Any], plain: float, quantized: float, expected: bool
+) -> None:
+    """Each in its faster type. On a Mac, whose memory is small, nobody asks."""
+    monkeypatch.setattr(
+        backend, "layer_speed", lambda dtype, bits: (quantized if bits else plain) / (1 + (dtype == mx.float32))
+    )
+    assert backend.dequantizing_pays(device) is expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [
+    ({32: 0.01, 128: 0.04}, 32), ({32: 0.01, 128: 0.02, 512: 0.08}, 128), ({32: 0.01, 128: 0.011, 512: 0.02}, 512),
+    ({32: 1.0}, 32),  # a GPU this slow is not kept waiting
+])  # fmt: skip
+def test_as_many_logits_at_once_as_make_each_label_cheaper(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], expected: int
+) -> None:
+    monkeypatch.setattr(backend, "head_seconds", seconds.__getitem__)
+    assert backend.labels_at_once(AMPERE) == expected
+
+
+def test_what_is_timed_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEAD_WIDTH", "HEAD_WORDS", "TIMED_WIDTH"):
+        monkeypatch.setattr(backend, name, 64)
+    assert backend.head_seconds(2) > 0
+    assert backend.layer_speed(mx.float32, quantized=True) > 0
+    assert backend.labels_at_once({}) == 128, "as measured on CPU"
 
 
 def test_words_and_integer_scales_of_quantized_weights_are_not_cast_nor_what_mlx_lm_never_casts() -> None:

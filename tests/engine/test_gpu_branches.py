@@ -18,10 +18,11 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import Setup, base_bytes
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import parse_csv
-from safetrain.engine.batches import fill, training_layout, update_of_rows
+from safetrain.engine.batches import Update, fill, training_layout, update_of_rows
 from safetrain.engine.evaluation import row_losses
 from safetrain.engine.job import Job
 from safetrain.engine.model import open_base
+from safetrain.engine.selftest import dry_run
 from safetrain.engine.weight_files import load_arrays
 from tests.engine.exact import SETTINGS, STILL, distance, flat, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, require_same_run, run
@@ -105,6 +106,24 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
     assert row_losses(model, data, 600).sum() == pytest.approx(measured, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("a_token", "a_micro_batch", "expected"), [(1.0, 1000.0, 1024), (1.0, 0.0, 32), (0.0, 1.0, 4096)]
+)
+def test_a_dry_run_measures_how_much_padding_a_micro_batch_is_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_token: float, a_micro_batch: float, expected: int
+) -> None:
+    """From the time of the same rows together and each alone, on a GPU that takes these seconds."""
+    monkeypatch.setattr("safetrain.engine.selftest.time_operation", lambda gradients: seconds_of(gradients.args[0]))
+
+    def seconds_of(update: Update) -> float:
+        return a_micro_batch * len(update.micro_batches) + a_token * update.computed_tokens
+
+    base = build_model(tmp_path / "model", vocab_size=FEW_TOKENS, **TINY)
+    (tmp_path / "run").mkdir()
+    job = short_job(tmp_path / "run", base, dataclasses.replace(SETTINGS, batch_size=4, gradient_accumulation=1))
+    assert dry_run(job, tmp_path / "run").padding_tokens == expected
 
 
 @pytest.mark.parametrize("bits", [4, None])

@@ -30,7 +30,8 @@ from safetrain.engine.selftest import dry_run
 from safetrain.engine.training import Result, train
 from safetrain.engine.tuned import prove, require_proof
 from safetrain.engine.weight_files import apply_adapter, load_arrays, save_arrays
-from tests.engine.exact import SETTINGS, rows_of
+from tests.conftest import cpu_only
+from tests.engine.exact import SETTINGS, rows_of, within
 from tests.support.jobs import job_of, with_rows
 
 Build = Callable[..., Path]
@@ -146,6 +147,7 @@ def two_threads() -> Iterator[None]:
     use_threads(before)
 
 
+@cpu_only
 @pytest.mark.usefixtures("two_threads")
 def test_a_resumed_run_keeps_its_threads(tiny_model: Build, tmp_path: Path) -> None:
     """They decide how rows are divided, which random numbers dropout draws, and how sums are rounded."""
@@ -158,6 +160,7 @@ def test_a_resumed_run_keeps_its_threads(tiny_model: Build, tmp_path: Path) -> N
     require_same_run(tmp_path / "broken", tmp_path / "whole")
 
 
+@cpu_only
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("clearly_faster", "threads"), [(0.0, 2), (100.0, 1)])
 def test_a_dry_run_finds_the_threads(
@@ -309,9 +312,9 @@ def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     found = proof_of(job, result)
     assert mx.get_peak_memory() <= 1.05 * result.state.peak_memory_bytes, "it needs no more than an update of one row"
     assert (found.rows, found.opened.same_answers) == (5, 1.0)
-    assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=1e-5)
-    assert found.base.loss == pytest.approx(result.state.records[0].valid_loss, rel=1e-5)
-    assert found.opened.divergence < 1e-6 < found.base.divergence
+    assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=within(1e-5))
+    assert found.base.loss == pytest.approx(result.state.records[0].valid_loss, rel=within(1e-5))
+    assert found.opened.divergence < within(1e-6) < found.base.divergence
     assert "answers the same on 5 of 5 rows" in describe_proof(found)
     assert found.opened_by == ("safetrain" if bits == 3 else "mlx-lm")
 

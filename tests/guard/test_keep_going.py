@@ -21,6 +21,7 @@ from safetrain.core.records.settings import (
     Rung,
     TrainJob,
     TrainSettings,
+    gpu_environment,
     identity_of,
 )
 from safetrain.core.storage.files import read_or_none, read_record, write_record
@@ -31,7 +32,6 @@ from safetrain.guard.keep_going import (
     Ladder,
     available_memory,
     fit_to_available_memory,
-    gpu_environment,
     keep_going,
     next_settings,
     read_ladder,
@@ -260,6 +260,18 @@ def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
         (1, 8, True, False, False, 512),
         (1, 8, True, False, True, 512),
     ]
+
+
+def test_with_the_first_rung_the_logits_come_in_small_chunks() -> None:
+    start = dataclasses.replace(settings(), labels_at_once=128)
+    assert {s.labels_at_once for s in rungs(start, quantized=True)} == {32}
+    assert identity_of(start) == identity_of(settings()), "results differ by rounding alone"
+    loading = next_settings(start, quantized=True, loading=True)
+    assert loading is not None
+    assert loading.labels_at_once == 128
+    bottom = dataclasses.replace(list(rungs(start, quantized=True))[-1], labels_at_once=128)
+    (last,) = rungs(bottom, quantized=True)
+    assert (last.labels_at_once, "logits" in str(bottom), "logits" in str(last)) == (32, True, False)
 
 
 @pytest.mark.parametrize("quantized", [True, False])

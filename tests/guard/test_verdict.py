@@ -75,6 +75,11 @@ NUMPY = "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 9.0 GiB f
 NO_LIBRARY = "ImportError: libgfortran-040039e1-0352e75f.so.5.0.0: failed to map segment from shared object"
 NO_THREAD = "std::system_error: Resource temporarily unavailable"
 HANDLES = "RuntimeError: [metal::malloc] Resource limit (499000) exceeded."
+# All work of a process fails after its first fault: only a new process computes (omlx#3706)
+IGNORED = METAL + (
+    "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
+)
+GRAPH = "terminate called: cudaGraphLaunch(graph_exec, stream) failed: out of memory"
 CUDA = "mlx failed at step 3: cudaMallocAsync(&p, n, s) failed: out of memory"
 APART = "Timeout (0:01:30)!\nThread 0x1 (most recent call first):\n  File a"
 EVICTING = "cache: out of memory, evicting"  # a library's word
@@ -88,10 +93,10 @@ TABLE = [
     ("gpu_watchdog", CONFIRMED, False, [said(-6, WATCHDOG), said(-6, f"{VICTIM}\n{WATCHDOG}")]),
     ("gpu_watchdog", LIKELY, False, [said(-6, OLD_WATCHDOG)]),
     ("gpu_victim", CONFIRMED, False, [said(-6, VICTIM)]),
-    ("gpu_timeout", CONFIRMED, False, [said(-6, HANG), said(-6, TIMEOUT)]),
+    ("gpu_timeout", CONFIRMED, False, [said(-6, HANG), said(-6, TIMEOUT), said(-6, IGNORED)]),
     ("resource_limit", CONFIRMED, False, [said(1, HANDLES)]),
     ("out_of_memory", CONFIRMED, True, [
-        said(-6, OOM), said(1, ALLOCATION), said(1, NUMPY), failed("EngineError", CUDA, 7),
+        said(-6, OOM), said(-6, GRAPH), said(1, ALLOCATION), said(1, NUMPY), failed("EngineError", CUDA, 7),
         failed("EngineError", "out of memory: ", 7),
     ]),
     ("out_of_memory", LIKELY, True, [

@@ -263,3 +263,16 @@ def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     narrow = wide.but(compute_dtype=None)
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
     assert "train.compute_dtype=bfloat16" in what_would_fit(wide.but(batch_size=8, max_seq_length=16384))[0]
+
+
+def test_on_cuda_attention_s_wider_rows_are_counted() -> None:
+    """Rows of 96 tokens are padded to 128 in attention alone; rows of 128 are not."""
+    settings, found = dataclasses.replace(SMALLEST, lora=LoraSettings(8, 2.0, 0.0, 2, QV)), list[int]()
+    files = read_model_files(EMBEDDED)
+    for width in (96, 128):
+        shape = Shape(4, width, 4 * width, 64)
+        on_cuda, elsewhere = (
+            total_bytes(predicted_peak(Setup(files, settings, way), shape)) for way in ("cuda", "gpu")
+        )
+        found.append(on_cuda - elsewhere)
+    assert found[0] > found[1] == 0

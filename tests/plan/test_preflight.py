@@ -148,6 +148,10 @@ def test_small_changes_of_the_budget_are_ignored_and_large_ones_are_not() -> Non
     assert settle(now(1.4), before) == now(1.4)
     assert settle(dataclasses.replace(now(1.1), mlx="9"), before) == dataclasses.replace(before, mlx="9")
     assert settle(now(0.5), None) == now(0.5)
+    for timed, again in ((False, True), (True, False)):
+        first, second = (dataclasses.replace(now(1.0), dequantizing_pays=each) for each in (timed, again))
+        assert settle(second, first).dequantizing_pays is timed, "a plan does not change with what is close"
+        assert settle(second, now(1.0)).dequantizing_pays is again, "a record of before knows nothing of it"
     assert before.process_memory_bytes == 224 * 2**20  # 140 and 64, up to a multiple of 32
     a_little_more = read_machine_now(dataclasses.replace(CPU, process_bytes=170 * 2**20))
     assert settle(a_little_more, before).process_memory_bytes == before.process_memory_bytes

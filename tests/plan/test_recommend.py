@@ -88,7 +88,7 @@ def test_every_value_has_its_reason() -> None:
     reasons = set(recommendation.reasons)
     values = {key for key in vars(recommendation.settings) if getattr(OPEN, key, 0) is None} - set(OFF)
     lora = {f"lora.{key}" for key in vars(recommendation.settings.lora)}
-    assert reasons == values | lora | EVALUATED | {"threads"}
+    assert reasons == values | lora | EVALUATED | MACHINES
     assert all(len(reason) > 5 for reason in recommendation.reasons.values())
     assert recommendation.verified is False
 
@@ -127,16 +127,49 @@ def test_the_base_stays_on_disk_only_where_nothing_else_fits() -> None:
     assert plan(dataclasses.replace(OPEN, stream_base=True)).settings.stream_base is True
 
 
-def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
+def a_billion() -> ModelFiles:
+    """In 4 bits."""
     matrices = []
     for number in range(10):
         matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000, bits=4))
         matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000, of_quantization=True))
-    billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
-    assert billion.parameters == 10**9
-    assert plan(model=billion, machine=machine(8)).settings.dequantize_base is True
-    assert plan(model=billion, machine=machine(3)).settings.dequantize_base is False
+    return dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
+
+
+def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
+    assert a_billion().parameters == 10**9
+    assert plan(model=a_billion(), machine=machine(8)).settings.dequantize_base is True
+    assert plan(model=a_billion(), machine=machine(3)).settings.dequantize_base is False
     assert plan(machine=machine(16, "metal")).settings.dequantize_base is False
+
+
+def test_a_cuda_device_dequantizes_where_that_was_measured_to_be_faster_and_the_weights_fit() -> None:
+    found = []
+    for gib, pays in ((8, False), (8, True), (1, True)):
+        chosen = plan(model=a_billion(), machine=dataclasses.replace(machine(gib, "cuda"), dequantizing_pays=pays))
+        found.append((chosen.settings.dequantize_base, chosen.reasons["dequantize_base"][:18]))
+    assert found == [(False, "the GPU multiplies"), (True, "dequantized weight"), (False, "kept quantized to ")]
+    tight = dataclasses.replace(machine(4.2, "cuda"), dequantizing_pays=True)
+    assert plan(model=a_billion(), machine=tight, data=data(longest=100)).settings.dequantize_base is True
+    model = a_billion()
+    scales = tuple(dataclasses.replace(each, dtype=each.dtype.replace("F32", "BF16")) for each in model.tensors)
+    types: dict[str, Any] = {"dequantizing_pays": True, "compute_dtype": None, "quantized_compute_dtype": "float32"}
+    t4, emulated = dataclasses.replace(machine(8, "cuda"), **types), dataclasses.replace(model, tensors=scales)
+    kept = plan(dataclasses.replace(OPEN, dequantize_base=False), model=emulated, machine=t4)
+    assert plan(model=emulated, machine=t4).settings.compute_dtype is None, "each way has its own faster type"
+    assert kept.settings.compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
+def test_as_many_logits_at_once_as_are_fast_where_they_fit(backend: str) -> None:
+    """Of a vocabulary of 152,064."""
+    found = {}
+    for gib, wanted in ((200, 128), (200, 512), (5.4, 512)):
+        here = dataclasses.replace(machine(gib, backend), labels_at_once=wanted)
+        chosen = plan(model=qwen_7b(), machine=here, data=data(longest=300))
+        found[gib, wanted] = chosen.settings.labels_at_once
+        assert with_margin(chosen.memory_terms) <= here.memory_budget.mlx_bytes
+    assert found == {(200, 128): 128, (200, 512): 512, (5.4, 512): 32}
 
 
 def test_blocks_are_recomputed_only_where_nothing_fits_otherwise() -> None:
@@ -181,13 +214,14 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "lora.targets": (["o_proj"],),
 }  # fmt: skip
 EVALUATED = {"test_tokens", "answer_tokens", "general_tokens", "valid_tokens"}  # no keys of params.yaml
+MACHINES = {"threads", "labels_at_once", "padding_tokens"}  # nor these, which follow from the machine
 OF_THE_RUN = ("learning_rate", "warmup_steps", "save_steps", "eval_steps", "log_steps")  # the plan is the same without
 
 
 @pytest.mark.parametrize("method", ["lora", "full", "pretrain", "dpo", "orpo"])
 @pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
 def test_a_pinned_value_is_planned_and_trained_or_refused_by_its_name(method: str, backend: str) -> None:
-    assert set(UNUSUAL) == set(plan().reasons) - EVALUATED - {"threads"}  # a user sets OPENBLAS_NUM_THREADS
+    assert set(UNUSUAL) == set(plan().reasons) - EVALUATED - MACHINES
     model, kept = FLOATS if method in WHOLE else read_model_files(EMBEDDED), 0
     for key, value in ((key, value) for key, values in UNUSUAL.items() for value in values):
         for also in [{}] if method in WHOLE else [{}, {"stream_base": True}]:

@@ -2,18 +2,20 @@
 
 import dataclasses
 import re
+import tomllib
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from packaging.requirements import Requirement
 
 from safetrain.core.ranges import check_ranges, describe_allowed
 from safetrain.core.records.schema import CHOICES, RANGE, Evaluate, Gate, Lora, Pipeline, Train
 from safetrain.stage import to_pipeline
 from tests.conftest import ROOT
-from tests.plan.test_recommend import plan
+from tests.plan.test_recommend import MACHINES, plan
 from tests.rules.imports import python_files
 
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
@@ -77,7 +79,7 @@ def test_dvc_tracks_every_key_that_changes_a_result() -> None:
 
 
 def test_train_tracks_every_recommended_value_that_changes_the_result() -> None:
-    unchanging = {"log_steps", "save_steps", "threads", "test_tokens", "answer_tokens", "general_tokens"}
+    unchanging = {"log_steps", "save_steps", "test_tokens", "answer_tokens", "general_tokens", *MACHINES}
     recommended = set(plan().reasons) - unchanging
     values = {f"settings.{name.partition('.')[0]}" for name in recommended}
     tracked = next(entry for entry in stage_params("train") if isinstance(entry, dict))
@@ -96,3 +98,14 @@ def test_ranges_are_checked_all_at_once() -> None:
         check_ranges(config)
     assert "lora.dropout = 2.0" in str(caught.value)
     assert "train.learning_rate = nan" in str(caught.value)
+
+
+def test_what_dvc_leaves_open_is_bounded_apart_from_our_own_packages_and_the_constraints_are_within() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = [Requirement(line) for line in project["optional-dependencies"]["bounds"]]
+    ours = {Requirement(line).name for line in project["dependencies"]}
+    assert "safetrain" in ours, "an installation without constraints has the bounds too"
+    assert not ours & {each.name for each in bounds}
+    lines = [line.split(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    kept = dict(line.split("==") for line in lines)
+    assert [each for each in bounds if kept[each.name.replace(".", "-")] not in each.specifier] == []

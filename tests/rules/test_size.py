@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_600,
-    "program tokens": 189_000,
+    "program lines": 24_640,
+    "program tokens": 189_420,
     "program files": 122,
     "files under 60 lines": 8,
     "dataclasses": 133,
     "helper modules with one importer": 12,
     "keys of params.yaml": 57,
-    "test lines": 18_040,
-    "benchmark, tool and recipe lines": 7_160,
-    "docs words": 24_500,
+    "test lines": 18_260,
+    "benchmark, tool and recipe lines": 7_520,
+    "docs words": 25_200,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from safetrain.core.data.token_rows import Question, token_row
+from safetrain.core.errors import MachineError
 from safetrain.core.model.files import tokenizer_hash
+from safetrain.core.records.settings import RELAXED, SHORTER
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from stages import evaluate
@@ -52,3 +55,29 @@ def test_the_plan_says_how_much_is_measured_and_max_examples_something_else(
     assert measured(1e4) == quiet
     assert (quiet["rows"], quiet["rows_available"], quiet["answered"], quiet["questions"]) == (40, 60, 40, 60)
     assert (few["rows"], few["rows_available"], few["answered"], few["questions"]) == (3, 3, 3, 3)
+
+
+def test_the_gpu_watchdog_is_kept_away_as_in_the_training_that_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before mlx is imported; else the evaluation dies of what the training has survived."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    names, found = (*SHORTER, *RELAXED), list[dict[str, str | None]]()
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.delenv(name)
+
+    def as_mlx_is_imported() -> None:
+        found.append({name: os.environ.pop(name, None) for name in names})
+        raise MachineError("enough")
+
+    monkeypatch.setattr(evaluate, "load_fast_blas", as_mlx_is_imported)
+    monkeypatch.setattr(sys, "argv", [""])
+    for rungs in ((), ("step 7: shorter",), ("step 7: shorter", "step 9: relaxed")):
+        write_record(paths.SUMMARY, dataclasses.replace(SUMMARY, gpu_rungs=rungs))
+        with pytest.raises(SystemExit):
+            evaluate.main()
+    nothing = dict.fromkeys(names)
+    assert found == [nothing, nothing | SHORTER, nothing | SHORTER | RELAXED]

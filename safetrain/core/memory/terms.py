@@ -10,13 +10,12 @@ import numpy as np
 from safetrain.core.model.files import ModelFiles, adapted_weights, in_blocks
 from safetrain.core.model.shapes import TYPE_BYTES, TYPES
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, Shape, TrainSettings, is_target
+from safetrain.core.records.settings import ALL_LINEAR, FEWEST_LABELS, LoraSettings, Shape, TrainSettings, is_target
 
 THREADS = "OPENBLAS_NUM_THREADS"  # environment variable: threads of matrix products on a CPU
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
 ADAPTED_LAYERS = 7  # most linear layers in a block
 CHUNK_BYTES = 64 * 2**20  # logits, their softmax and their gradient in memory at one time
-MIN_CHUNK_TOKENS = 32
 MOST_SHARDS = 4  # most shards of a micro-batch computed in parallel on CPU; each has its own chunk
 MOST_GRADIENT_BYTES = 2**30  # gradients of all shards in pretraining; a larger model has one shard
 MATRIX_COPIES = 3  # of a trained head's gradient: the sum, the current chunk's, the previous chunk's
@@ -55,8 +54,9 @@ class Tiles:
 # A GPU needs few tiles (a dozen kernels each), a CPU few wasted scores (measured: benchmarks/bench_attention).
 CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
 # mlx's own backward pass on Metal has tiles over all heads and rows, up to these bytes, or one row's if that is more
-# (read from mlx-metal 0.32.4). On CUDA the tiles above are assumed; mlx has a kernel there for some row widths.
+# (read from mlx-metal 0.32.4). On CUDA the tiles above are assumed: its kernel takes less.
 METAL_TILES_ALIVE, METAL_QUERIES, MOST_METAL_BYTES = 3, 1024, 256 * 2**20
+CUDA_WIDTH = 128  # row widths of cuDNN's gradient: multiples (mlx 0.32.4, ScaledDotProductAttentionVJP::use_fallback)
 METAL_HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # 512 on some GPUs
 
 
@@ -127,14 +127,15 @@ def widths_of(lengths: np.ndarray) -> np.ndarray:
     return -(-np.asarray(lengths, dtype=np.int64) // step) * step
 
 
-def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
-    """Labels in one chunk of logits, if ``shards`` shards run at the same time."""
-    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
+def chunk_tokens(vocabulary: int, shards: int = 1, least: int = FEWEST_LABELS) -> int:
+    """Labels in one chunk of logits, if ``shards`` shards run at the same time: CHUNK_BYTES, but ``least`` labels."""
+    return max(least, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
 def labels_in_chunk(run: Setup) -> int:
     """Labels in one chunk of logits, if the largest number of shards runs at the same time."""
-    return chunk_tokens(run.model.vocab_size, shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu))
+    shards = shards_at_once(MOST_SHARDS, on_cpu=run.on_cpu)
+    return chunk_tokens(run.model.vocab_size, shards, run.settings.labels_at_once)
 
 
 def work_phases(run: Setup, shape: Shape) -> tuple[dict[str, int], ...]:
@@ -287,6 +288,8 @@ def activation_bytes(run: Setup, shape: Shape) -> int:
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
     token_bytes = (5 * hidden + 3 * query + 3 * key_value + 4 * width) * number
+    if run.backend == "cuda":  # attention takes copies with more padding
+        token_bytes += 2 * (query + key_value) * number * (-shape.longest % CUDA_WIDTH) // shape.longest
     if run.settings.method not in WHOLE:
         token_bytes += ADAPTED_LAYERS * run.settings.lora.rank * number
         token_bytes += (5 * hidden + query + width) * (number + 1) if run.settings.lora.dropout else 0

@@ -89,6 +89,8 @@ class Machine:
     gemm_gflops: float = 0.0  # speed of a large float32 matrix product; 0: unknown
     compute_dtype: str | None = None  # float32 if faster than bfloat16; None: as the base is stored
     quantized_compute_dtype: str | None = None  # the same for a quantized base
+    dequantizing_pays: bool | None = None  # whether a CUDA device is faster with a dequantized base; None: not timed
+    labels_at_once: int | None = None  # whose logits it computes as fast together as more
     from_adapter: str = ""  # of train.from_adapter, weights and scale: if they change, DVC plans and trains again
 
     @property

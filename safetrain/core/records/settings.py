@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,15 +16,32 @@ Kind = TypeVar("Kind", "TrainSettings", "LoraSettings")
 
 ALL_LINEAR = "all-linear"
 MOST_VALID_TOKENS = 2**17  # most tokens of a validation: they give the loss to a hundredth in less than an hour
+PADDING_TOKENS = 128  # unless a dry run measures it
+CHUNKS = 512, 128, 32  # labels whose logits are computed together
+MANY_LABELS, FEWEST_LABELS = CHUNKS[1:]  # on a CPU, where there is room and otherwise (measured: benchmarks/bench_cpu)
 DRY_RUN_TIMED_SECONDS = 1.5  # of updates of mean size
 DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
 # Settings that decide the memory of a run; the first ones change nothing else
-MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base")
-ROUNDING_ONLY = (*MEMORY_ONLY, "threads")  # these change results only by rounding and dropout's random numbers
+MEMORY_ONLY = (
+    "batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base", "labels_at_once"
+)  # fmt: skip
+ROUNDING_ONLY = (
+    *MEMORY_ONLY,
+    "threads",
+    "padding_tokens",
+)  # these change results only by rounding and dropout's random numbers
 # These decide the memory of a run
 MEMORY = (*MEMORY_ONLY, "max_seq_length", "compute_dtype", "lora", "method", "optimizer")
 EXACT = ("base weights", "trained weights", "optimizer's state", "accumulated gradient")  # terms of the memory
 UPDATE = ("longest", "tokens", "labels")
+SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
+RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
+# From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
+# machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
+GPU_RUNGS: tuple[tuple[str, dict[str, str]], ...] = (  # in words, and as environment variables of the training process
+    ("shorter pieces of GPU work", SHORTER),
+    ("a longer timeout of the GPU driver: the screen will stutter", {**SHORTER, **RELAXED}),
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,8 @@ class TrainSettings:
     from_adapter: str | None = None  # folder of the adapter that training begins with; None: a new one
     threads: int | None = None  # of a CPU, at most; None: all cores
     valid_tokens: int = MOST_VALID_TOKENS  # that a validation reads at most, of a sample of its rows
+    labels_at_once: int = FEWEST_LABELS  # whose logits are in memory together, at least
+    padding_tokens: int = PADDING_TOKENS  # as costly as another micro-batch: no rectangle of rows has more padding
 
     @property
     def rows_per_update(self) -> int:
@@ -95,6 +115,7 @@ class TrainSettings:
         extra = ", blocks recomputed" if self.gradient_checkpointing else ""
         extra += ", base dequantized" if self.dequantize_base else ""
         extra += ", base on disk" if self.stream_base else ""
+        extra += f", {self.labels_at_once} logits at once" if self.labels_at_once > FEWEST_LABELS else ""
         return f"{self.batch_text} rows per update, at most {self.max_seq_length} tokens each{extra}"
 
 
@@ -133,6 +154,7 @@ class DryRun:
     own_update: Shape | None  # in the order of the run's seed; None: updates are too slow to make several
     own_peak_bytes: int = 0  # its peak
     threads: int | None = None  # with which updates are fastest on this CPU
+    padding_tokens: int = PADDING_TOKENS  # as costly as another micro-batch
 
 
 @dataclass(frozen=True)
@@ -258,6 +280,12 @@ class TrainJob:
     ranks: int = 1  # processes that share each update's rows
     ranks_here: int = 1  # that share this machine's memory
     rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl
+
+
+def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of the first ``count`` GPU rungs, without those that ``ours`` sets already."""
+    environment = GPU_RUNGS[min(count, len(GPU_RUNGS)) - 1][1] if count else {}
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def identity_of(settings: TrainSettings) -> str:
