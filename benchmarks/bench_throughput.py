@@ -132,6 +132,11 @@ def prepare(case: Case, scratch: Path) -> Prepared:
     """Write the case in a process of its own."""
     asked = json.dumps(dataclasses.asdict(case))
     run([sys.executable, "-m", "benchmarks.throughput_cases", str(scratch), asked], ROOT, PREPARE_SECONDS)
+    return prepared_case(case, scratch)
+
+
+def prepared_case(case: Case, scratch: Path) -> Prepared:
+    """A case that is written down already."""
     rows = json.loads((scratch / "rows.json").read_text())
     labels = [sum(label != UNTRAINED for label in row["labels"][1:]) for row in rows]
     return Prepared(case, scratch, [len(row["ids"]) - 1 for row in rows], labels)

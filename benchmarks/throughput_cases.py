@@ -38,6 +38,7 @@ class Case:
     median: int | None = None
     spread: float = 0.0  # standard deviation of the logarithm of a row's length
     changes: dict[str, Any] = field(default_factory=dict)  # of the embedded model's config.json; empty: that model
+    for_torch: bool = True  # also in float32
 
 
 MIDDLE = {
@@ -81,7 +82,8 @@ def main() -> None:
         build_model(model, bits=4, **case.changes)
     write_data(case, model, scratch / "data")
     write_tokens(model, scratch / "data" / "train.jsonl", case.max_tokens, scratch / "rows.json")
-    dequantize(model, scratch / "float32")
+    if case.for_torch:
+        dequantize(model, scratch / "float32")
 
 
 def write_data(case: Case, model: Path, folder: Path) -> None:
@@ -154,7 +156,7 @@ def dequantize(model: Path, folder: Path) -> None:
         layer, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             continue
-        if f"{layer}.scales" in quantized:
+        if part == "weight" and f"{layer}.scales" in quantized:
             scales, biases = quantized[f"{layer}.scales"], quantized[f"{layer}.biases"]
             value = mx.dequantize(
                 value, scales, biases, group_size=quantization["group_size"], bits=quantization["bits"]

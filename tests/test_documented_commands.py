@@ -39,7 +39,7 @@ RUN_ELSEWHERE = (
 HERE = Path(__file__)
 THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
-SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
+SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "split", "tar", "%cd", *OF_A_RUN}
 OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight|watch)\.\w+=\S.*|experiment=\w+")
 BLOCKS = [block for block in all_blocks() if block.language == "sh"]
 OWN = [block for block in BLOCKS if not block.why_not]

@@ -12,6 +12,7 @@ import pytest
 from safetrain.core.storage import paths
 from safetrain.data.findings import KINDS
 from tests.conftest import ROOT
+from tests.core.readings import READINGS
 from tests.rules.imports import python_files
 from tests.support.documented import Block, all_blocks, headings, links, pages, target_of
 from tools import reference
@@ -135,3 +136,10 @@ def test_a_file_that_is_named_exists(file: str) -> None:
 def test_a_function_that_is_named_exists(file: str, names: str) -> None:
     missing = set(re.findall(r"`(\w+)`", names)) - defined(file)
     assert not missing, f"{file} has no {', '.join(sorted(missing))}"
+
+
+def test_the_readings_that_the_budgets_of_macs_and_gpus_rest_on_are_counted_right() -> None:
+    backends = [reading.backend for reading in READINGS]
+    text = (ROOT / "docs/platforms.md").read_text(encoding="utf-8")
+    assert f"{backends.count('metal')} published readings" in text
+    assert f"published for {backends.count('cuda')} GPUs" in text
