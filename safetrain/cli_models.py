@@ -56,7 +56,7 @@ def convert(
 
     model = read_model_files(source)
     if model.quantization_bits is not None:
-        raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
+        raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=source)
     if bits not in BITS:
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8")
     require_new(target)
@@ -182,7 +182,7 @@ def export_gguf(
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("The package gguf is not installed.", do=install_extra("gguf"))
     if out.suffix != ".gguf":
-        raise ConfigError("The file's name does not end with .gguf.", where=str(out), do=f"name it {out}.gguf")
+        raise ConfigError("The file's name does not end with .gguf.", where=out, do=f"name it {out}.gguf")
     job = _export_job(out, adapter, model, may_lose)
     from safetrain.export.gguf_export import export_gguf
 
@@ -247,7 +247,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     tokenizer = ChatTokenizer(folder)
     prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
     if system and not prompts.writes_system(system):
-        raise ConfigError("The chat template has no system prompt.", where=str(folder), do="leave out --system")
+        raise ConfigError("The chat template has no system prompt.", where=folder, do="leave out --system")
     chosen = prompts.system if system is None else system
     room = host_room_bytes(read_memory())
     stream = files.static_bytes > room
@@ -320,7 +320,7 @@ def _prompts_in(file: Path) -> Iterator[dict[str, Any]]:
 
     if not file.is_file():
         do = "name a file of rows, such as JSONL or CSV, or leave --jsonl out"
-        raise ConfigError("There is no such file.", where=str(file), do=do)
+        raise ConfigError("There is no such file.", where=file, do=do)
     for place, row in rows_of(file):
         if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
             do = 'write rows such as {"prompt": "What is the capital of Portugal?"}'

@@ -145,5 +145,5 @@ def selftest(
     if not all(passed for _, _, passed in results):
         what = "The self-test failed: this backend's results differ from those of mlx-lm's own layers."
         do = "do not train on this machine; try another mlx version, and report these figures"
-        raise MachineError(what, where=str(model), do=do)
+        raise MachineError(what, where=model, do=do)
     print("the self-test passed")

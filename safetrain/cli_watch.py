@@ -43,7 +43,7 @@ def monitor(
         require_project()
     elif not output.is_dir():
         do = similar_path(output) or "name the folder of a run: --output"
-        raise ConfigError("The folder does not exist.", where=str(output), do=do)
+        raise ConfigError("The folder does not exist.", where=output, do=do)
     reader, screen = RunReader(output), Console(highlight=False, markup=False, emoji=False)
     try:
         if plain or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only:

@@ -87,7 +87,7 @@ def require_project() -> None:
     """Raise ConfigError outside a project."""
     if not PARAMS.is_file():
         do = "go to the project's root, or make one: safetrain init"
-        raise ConfigError("This folder is not a safetrain project.", where=str(Path.cwd()), do=do)
+        raise ConfigError("This folder is not a safetrain project.", where=Path.cwd(), do=do)
 
 
 def stage_module(name: str) -> str:
@@ -177,7 +177,7 @@ def make_project(folder: Path, *, example: bool) -> None:
     for name in (*texts, *folders):
         if (folder / name).exists():
             do = f"choose another folder, or move {name} away; to update a project: safetrain update"
-            raise ConfigError(f"{name} already exists.", where=str(folder / name), do=do)
+            raise ConfigError(f"{name} already exists.", where=folder / name, do=do)
     for name in ("data", "models"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     remark = _start_version_control(folder)
@@ -274,7 +274,7 @@ def require_current() -> None:
     """Raise ConfigError if another version of the program made this project's files."""
     if PROGRAM.is_file() and (program := _read_program()).stages != stage_hashes():
         what = f"This project was made by safetrain {program.version}, whose code was different."
-        raise ConfigError(what, where=str(PROGRAM), do="safetrain update")
+        raise ConfigError(what, where=PROGRAM, do="safetrain update")
 
 
 def update_project() -> list[str]:
@@ -310,7 +310,7 @@ def _read_program() -> Program:
     except (OSError, ValueError, TypeError) as error:
         what = "This folder is not a project that safetrain init has made."
         do = "go to the project's folder, or make one: safetrain init"
-        raise ConfigError(what, where=str(PROGRAM), got=str(error), do=do) from None
+        raise ConfigError(what, where=PROGRAM, got=str(error), do=do) from None
 
 
 def _with_own_values(text: str, mine: str) -> str:
@@ -346,7 +346,7 @@ def start_dvc(folder: Path = Path()) -> None:
     quiet = {**os.environ, "DVC_NO_ANALYTICS": "1"}  # the project's own .dvc/config says so, once it is there
     done = subprocess.run(command, cwd=folder, env=quiet, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SafetrainError("DVC could not be set up.", where=str(folder.resolve()), got=done.stderr.strip())
+        raise SafetrainError("DVC could not be set up.", where=folder.resolve(), got=done.stderr.strip())
 
 
 def _commit(folder: Path, names: list[str]) -> str:

@@ -145,7 +145,7 @@ def record(words: Sequence[str]) -> str:
 def _made(*words: str, index: str = "") -> str:
     made = git(*words, index=index)
     if made is None:
-        raise SafetrainError(f"git {' '.join(words)} failed.", where=str(Path.cwd()))
+        raise SafetrainError(f"git {' '.join(words)} failed.", where=Path.cwd())
     return made.strip()
 
 

@@ -94,7 +94,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     """The configuration of this folder with the overrides ``words``; raises ConfigError if it cannot be read."""
     if not Path("params.yaml").is_file():
         do = "go to the project's root, or make a project here: safetrain init"
-        raise ConfigError("No params.yaml found.", where=str(Path.cwd()), do=do)
+        raise ConfigError("No params.yaml found.", where=Path.cwd(), do=do)
     read_params()  # what no reader of YAML can take
     conf = Path("conf") if Path("conf/config.yaml").is_file() else shipped("conf")
     overrides = [_for_hydra(word) for word in words if word != f"{OVERLAY}=null"]

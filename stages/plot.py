@@ -18,7 +18,7 @@ def main(config: Pipeline) -> None:
     print(f"Report: {paths.REPORT}")
     records = {paths.METRICS_CSV: run.steps, paths.RECOMMENDED_CONFIG: run.plan, paths.DATA_REPORT: run.data}
     for path in (path for path, record in records.items() if not record):
-        raise ConfigError(f"{path.name} is missing or cannot be read.", where=str(path), do=written_again())
+        raise ConfigError(f"{path.name} is missing or cannot be read.", where=path, do=written_again())
     drawn = pictures(run)
     write_pictures(drawn, paths.PLOTS)
     print(f"Pictures: {len(drawn)} in {paths.PLOTS}")

@@ -69,7 +69,7 @@ def _validated(config: Pipeline) -> DataReport:
     settings = settings_of(config.data, documents=documents)
     if not documents and corpus_of(source):
         what = "data.path holds tokenized documents, which only pretraining can use."
-        raise ConfigError(what, where=str(source), expected="train.method=pretrain", got=config.train.method)
+        raise ConfigError(what, where=source, expected="train.method=pretrain", got=config.train.method)
     with still_working("reading and comparing rows"):
         return validate([source], model, settings, paths.VALIDATED).report
 

@@ -9,12 +9,12 @@ class SafetrainError(Exception):
     exit_code = 1
 
     def __init__(
-        self, what: str, *, where: str = "", expected: str = "", got: str = "", do: str = "", exit_code: int = 0
+        self, what: str, *, where: Path | str = "", expected: str = "", got: str = "", do: str = "", exit_code: int = 0
     ) -> None:
-        self.what, self.where, self.expected, self.got, self.do = what, where, expected, got, do
+        self.what, self.where, self.expected, self.got, self.do = what, str(where), expected, got, do
         self.exit_code = exit_code or self.exit_code
         parts = [what]
-        for label, text in (("where", where), ("expected", expected), ("got", got), ("do", do)):
+        for label, text in (("where", self.where), ("expected", expected), ("got", got), ("do", do)):
             if text:
                 parts.append(f"  {label + ':':<10}{text}")
         super().__init__("\n".join(parts))

@@ -38,7 +38,7 @@ def told(what: str, where: Path | str, do: str = "", kind: type[SafetrainError] 
         is_named = isinstance(error, OSError) and error.errno is not None and error.filename is not None
         if is_named or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
-        raise kind(f"{what}: {first_line(error)}", where=str(where), do=do) from error
+        raise kind(f"{what}: {first_line(error)}", where=where, do=do) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -49,10 +49,10 @@ def hosts_of(ranks: int, hostfile: Path = HOSTS_FILE) -> Hosts:
     hosts = read_hostfile(hostfile)
     if len(hosts.names) != ranks:
         do = f"set train.ranks={len(hosts.names)}, or name a machine twice for two ranks on it"
-        raise ConfigError("The file does not have one entry for each rank.", where=str(hostfile), do=do)
+        raise ConfigError("The file does not have one entry for each rank.", where=hostfile, do=do)
     if not is_here(hosts.names[0]):
         what, do = "Rank 0 must be on this machine, which has the run's files.", "put this machine first, as 127.0.0.1"
-        raise ConfigError(what, where=str(hostfile), got=hosts.names[0], do=do)
+        raise ConfigError(what, where=hostfile, got=hosts.names[0], do=do)
     return hosts
 
 
@@ -67,6 +67,6 @@ def read_hostfile(path: Path) -> Hosts:
             raise ValueError(f"its backend is {backend}, not one of {', '.join(BACKENDS[1:])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what, do = f"The file cannot be read: {error}", "write one entry for each rank, this machine first"
-        raise ConfigError(what, where=str(path), expected=f"a JSON list such as {EXAMPLE_HOSTS}", do=do) from None
+        raise ConfigError(what, where=path, expected=f"a JSON list such as {EXAMPLE_HOSTS}", do=do) from None
     renamed = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
     return Hosts(names, backend, ports, json.dumps({**rest, "hosts": renamed} if rest else renamed))

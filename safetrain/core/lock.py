@@ -89,9 +89,9 @@ def _running(path: Path, what: str = TRAINING) -> AlreadyRunningError:
     with path.open("rb") as file:
         holder = file.read(20).decode("ascii", "replace").strip()
     if not holder.isdecimal():  # it will be pasted into a shell
-        return AlreadyRunningError(f"{what}.", where=str(path), do="wait until it ends")
+        return AlreadyRunningError(f"{what}.", where=path, do="wait until it ends")
     do = f"wait until it ends; or stop it (it saves its state): kill {holder}"
-    return AlreadyRunningError(f"{what} (process {holder}).", where=str(path), do=do)
+    return AlreadyRunningError(f"{what} (process {holder}).", where=path, do=do)
 
 
 def _locks(descriptor: int, kind: int, seconds: float = 0.0) -> bool:

@@ -147,7 +147,7 @@ class Repair:
         do = f"choose another name; a log without {into.name} was left by an interrupted repair: remove it"
         for path in (into, self.log):
             if path.exists() or path.is_symlink():
-                raise ConfigError("The output file already exists.", where=str(path), do=do)
+                raise ConfigError("The output file already exists.", where=path, do=do)
         self.read, self.written, self.changes = 0, 0, collections.Counter[str]()  # rows read and written
         self._findings = Findings(may_refuse=not self.drop_bad)
         self._first_places: dict[bytes, str] = {}  # of the first row with each digest
@@ -155,7 +155,7 @@ class Repair:
         try:
             write_atomic(into, lambda rows: write_atomic(self.log, partial(self._write, rows)))
         except OSError as error:
-            raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
+            raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=into, do=do) from None
 
     def summary(self) -> str:
         """A summary of the changes for a terminal."""
@@ -176,7 +176,7 @@ class Repair:
                     self.written += 1
         self._findings.refuse_errors()
         if not self.written:
-            raise DataError("No row is left to write.", where=str(self.source), do="check it: safetrain validate FILE")
+            raise DataError("No row is left to write.", where=self.source, do="check it: safetrain validate FILE")
 
     def _repaired(self, spot: Spot, before: object) -> Row | None:
         """Repair a row; None if it is dropped, cannot be read, or repeats an earlier one."""

@@ -46,11 +46,11 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
     if mask.exists():
         what = "Loss masks of a corpus are not supported: every token is trained on."
         do = "remove the mask, or give chats as rows, where only answers are trained on"
-        raise DataError(what, where=str(mask), do=do)
+        raise DataError(what, where=mask, do=do)
     do = "copy the token file and its index again, or tokenize it again (datatrove: save_index)"
     if not index.is_file():
         what = "A token file has no index with the ends of its documents."
-        raise DataError(what, where=str(path), expected=index.name, do=do)
+        raise DataError(what, where=path, expected=index.name, do=do)
     size, index_size = path.stat().st_size, index.stat().st_size
     ends = np.fromfile(index, dtype="<i8", count=index_size // 8)
     lengths, tokens = np.diff(ends, prepend=0), int(ends[-1]) if len(ends) else 0
@@ -59,7 +59,7 @@ def read_tokenized(path: Path) -> tuple[TokenFile, np.ndarray]:
         what = "A token file and its index do not match: one is damaged, cut off, or belongs to a different file."
         expected = "ends of documents as ascending numbers of 8 bytes, and 2 or 4 bytes for each token"
         got = f"an index of {index_size} bytes that ends at token {tokens}, and {size} bytes of tokens"
-        raise DataError(what, where=str(path), expected=expected, got=got, do=do)
+        raise DataError(what, where=path, expected=expected, got=got, do=do)
     width = size // tokens if tokens else 2
     return TokenFile(str(path), tokens, width, sampled_digest(path)), np.concatenate([[0], ends])
 

@@ -61,7 +61,7 @@ def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
         yield place, value
     if place is None:
         do = "write rows into it: JSON objects, one on each line, or a table with a header; or remove the file"
-        raise DataError("The data file has no rows.", where=str(path), do=do)
+        raise DataError("The data file has no rows.", where=path, do=do)
 
 
 def _rows(path: Path) -> Iterator[Placed]:
@@ -118,7 +118,7 @@ def _start(path: Path) -> tuple[bytes, str]:
     else:
         return head, "utf-16" if is_wide else "utf-8-sig"
     expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
-    raise DataError(f"The data file is {what}, not rows of text.", where=str(path), expected=expected, do=do)
+    raise DataError(f"The data file is {what}, not rows of text.", where=path, expected=expected, do=do)
 
 
 def _separator(start: str, first: str, path: Path) -> str:
@@ -146,7 +146,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file as a stream of its decompressed bytes; raises DataError if it is missing or cannot be read."""
     if not path.is_file():
         what = "The data file does not exist, or is not a regular file."
-        raise DataError(what, where=str(path), do="correct data.path in params.yaml")
+        raise DataError(what, where=path, do="correct data.path in params.yaml")
     try:
         with path.open("rb") as file:
             packing = next((name for magic, name in PACKINGS.items() if file.peek(4).startswith(magic)), "")
@@ -159,7 +159,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                 yield file
     except OSError as error:
         do = "copy or download it again, or export it again"
-        raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
+        raise DataError(f"The data file is damaged or cannot be read: {error}.", where=path, do=do) from None
 
 
 def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _lines(path: Path, encoding: str, *, in_pieces: bool = False) -> Iterator[st
                 if size > most_size:
                     what = f"The data file decompresses to more than {BOMB_RATIO} times its size, like a zip bomb."
                     do = "do not use it; if it is yours, decompress it and use the result"
-                    raise DataError(what, where=str(path), do=do)
+                    raise DataError(what, where=path, do=do)
                 if len(line) > MOST_ROW_BYTES and not in_pieces:
                     what, where = f"The data cannot be read: {TOO_LONG}.", f"{path}:{number}"
                     raise DataError(what, where=where, do=f"split it, or {ONE_LINE_EACH}")
@@ -204,7 +204,7 @@ def _array_rows(pieces: Iterable[str], path: Path) -> Iterator[Placed]:
         whole.write(piece)
         if whole.tell() > MOST_ARRAY:
             do = "write JSON lines (one object per line), which may be of any length"
-            raise DataError("The JSON array is longer than 1 GiB.", where=str(path), do=do)
+            raise DataError("The JSON array is longer than 1 GiB.", where=path, do=do)
     text, between, line, row, at = whole.getvalue(), BEFORE, 1, 0, 0
     try:
         while True:

@@ -120,13 +120,13 @@ def _files_below(folder: Path) -> Iterator[Path]:
     except OSError as error:
         what = f"A folder of the data cannot be read: {error.strerror}."
         do = "give yourself permission to read it, or set another data.path"
-        raise DataError(what, where=str(folder), do=do) from None
+        raise DataError(what, where=folder, do=do) from None
     inside = sorted(there, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(20), path.name))
     for path in inside:
         if path.is_symlink() and not path.is_file():
             what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
             do = f"remove it, or set {override('data.path', path.resolve())}"
-            raise DataError(what, where=str(path), do=do)
+            raise DataError(what, where=path, do=do)
     yield from (path for path in inside if path.is_file())
     for path in inside:
         if path.is_dir():
@@ -153,7 +153,7 @@ def _require_there(source: Path) -> None:
         expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
         fetch = f"safetrain run --data {source}" if FROM_HUB.fullmatch(str(source)) else ""
         do = fetch or similar_path(source) or "correct the path (for the pipeline: data.path in params.yaml)"
-        raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
+        raise DataError("The data does not exist.", where=source, expected=expected, do=do)
 
 
 def _file(path: Path, source: Path) -> _File:
@@ -175,11 +175,11 @@ def _folder_of_rows(source: Path, files: Sequence[_File]) -> Path:
     if folders:
         got = shown(", ".join(folder.relative_to(source).as_posix() for folder in folders))
         do = f"choose one: {override('data.path', folders[0])}"
-        raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
+        raise DataError("The data folder has several data sets.", where=source, got=got, do=do)
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
     raise DataError(
         "The data folder has no file named train.",
-        where=str(source),
+        where=source,
         expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain, compressed or in shards; "
         "or a folder named train",
         got=shown(", ".join(names)) if names else "an empty folder",
@@ -196,14 +196,14 @@ def _require_whole(split: str, files: Sequence[_File]) -> None:
         purposes = sorted({match[1] for kind, _ in kinds if (match := PURPOSE.search(kind))})
         if purposes:
             do = f"choose one of {', '.join(purposes)}: move its files to their own folder, and set data.path to it"
-        raise DataError(what, where=str(files[0].folder), got=" and ".join(names), do=do)
+        raise DataError(what, where=files[0].folder, got=" and ".join(names), do=do)
     shards = [match for file in files if (match := SHARD_OF.search(file.path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in shards), sorted({int(match[2]) for match in shards})
     count = len(shards)
     if shards and (totals != [count] or numbers not in (list(range(count)), list(range(1, count + 1)))):
         raise DataError(
             f"Shards of {split} are missing, or belong to two data sets.",
-            where=str(files[0].path.parent),
+            where=files[0].path.parent,
             expected=f"{' or '.join(map(str, totals))} files, each number once",
             got=f"numbers {shown(', '.join(map(str, numbers)))}",
             do=f"fetch the missing shards, or remove old ones; then set {override('data.path', files[0].folder)}",

@@ -58,7 +58,7 @@ def split_off(
     if len(there) < MIN_GROUPS:
         what, expected = "Too few different rows to split.", f"at least {MIN_GROUPS} rows with different questions"
         do = "add rows (lines of <|endoftext|> separate documents), or name a folder with train, valid and test files"
-        raise DataError(what, where=str(path), expected=expected, got=f"{len(there)} different", do=do)
+        raise DataError(what, where=path, expected=expected, got=f"{len(there)} different", do=do)
     smallest = np.full(len(there), np.iinfo(np.uint64).max, dtype=np.uint64)  # digest of each cluster
     np.minimum.at(smallest, of_row, digests[in_train])
     free = ~np.isin(there, clusters[~in_train])  # clusters without a row in a given file

@@ -233,7 +233,7 @@ def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[s
     for source in paths:
         if corpus_of(source):
             do = "set model.tokenizer to the model whose tokenizer made the corpus"
-            raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=str(source), do=do)
+            raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=source, do=do)
         files = data_files_of(source, documents=True)
         for path in files.paths[: files.names.count("train")]:  # they come first
             for place, value in rows_of(path, documents=True):

@@ -109,14 +109,14 @@ class Blocks:
                 raise
             self.require_unchanged()
             what, do = f"The base model cannot be read from disk: {error}", f"check this disk; {AS_IT_WAS}"
-            raise ModelError(what, where=str(self._folder), do=do) from error
+            raise ModelError(what, where=self._folder, do=do) from error
 
     def require_unchanged(self) -> None:
         """Raise ModelError if a weight file is no longer the one that the run began with."""
         now = _stamps(self._folder)
         if changed := sorted({name for name, _ in self._stamps.items() ^ now.items()}):
             what = f"The base model's files changed while it was in use: {', '.join(changed)}."
-            raise ModelError(what, where=str(self._folder), do=AS_IT_WAS)
+            raise ModelError(what, where=self._folder, do=AS_IT_WAS)
 
     def noted(self, run: Callable[[], Any]) -> tuple[mx.array, list[Call]]:
         """Return the input of the first block in ``run``, a pass through the model, and each block's other arguments.
@@ -213,7 +213,7 @@ class Blocks:
 
     def _refused(self, why: str) -> ModelError:
         do = "set train.stream_base=false; if memory is then too small, use a smaller or more strongly quantized model"
-        return ModelError(f"This model cannot be trained with its base on disk: {why}.", where=str(self._folder), do=do)
+        return ModelError(f"This model cannot be trained with its base on disk: {why}.", where=self._folder, do=do)
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -295,7 +295,7 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
 
     With ``stream`` the weights stay on disk, and each block is read when it is computed.
     """
-    with errors_told("load the model", str(folder)):
+    with errors_told("load the model", folder):
         module, config = load(folder)
         require_own_head(module, config, folder)
         ids = config.get("eos_token_id")  # those of generation_config.json, if it has any

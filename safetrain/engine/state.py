@@ -132,7 +132,7 @@ def best_file(job: Job, state: TrainState) -> Path | None:
                 return path
     raise TrainingError(
         f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint has a copy.",
-        where=str(adapter),
+        where=adapter,
         do="do not touch the folder while a training run uses it; the same command continues from the last checkpoint",
     )
 
@@ -182,12 +182,12 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         state.records = _saved_records(folder.parent / HISTORY, state)
     except (ValueError, KeyError, TypeError) as error:
         what = f"The checkpoint was written by a different version: {error}"
-        raise TrainingError(what, where=str(folder), do=START_OVER) from error
+        raise TrainingError(what, where=folder, do=START_OVER) from error
     longer = identity.is_longer_than(theirs)
     if not longer and (differences := identity.differences(theirs)):
         what = f"An unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}."
         do = f"undo the difference to continue that run, or {START_OVER}; then run the same command again"
-        raise TrainingError(what, where=str(folder.parent / POINTER), do=do)
+        raise TrainingError(what, where=folder.parent / POINTER, do=do)
     return state, longer
 
 

@@ -79,7 +79,7 @@ def prepare(
     Raises ModelError for a model family that cannot be trained.
     """
     if refusal := training_refusal(base):
-        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
+        raise ModelError(f"{refusal}.", where=base, do="train a model of another family")
     model = open_base(
         base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype, stream=settings.stream_base
     )

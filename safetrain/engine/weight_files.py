@@ -92,15 +92,13 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     """Add the adapter in ``folder`` to the model; raises ModelError when it is missing or does not fit."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
     if missing:
-        raise ModelError(
-            f"The adapter is missing: no {', '.join(missing)}.", where=str(folder), do=f"train: {run_again()}"
-        )
+        raise ModelError(f"The adapter is missing: no {', '.join(missing)}.", where=folder, do=f"train: {run_again()}")
     weights = adapter_arrays(folder)
     try:
         make_trainable(model, adapter_method(folder), adapter_shape(folder, len(model.module.layers)), seed=0)
         set_adapter_weights(model, weights)
     except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, SafetrainError) as error:
-        raise ModelError(f"The adapter does not fit this model: {error}", where=str(folder)) from error
+        raise ModelError(f"The adapter does not fit this model: {error}", where=folder) from error
     model.module.freeze()
     model.module.eval()
     mx.eval(model.module.trainable_parameters())
@@ -136,7 +134,7 @@ def adapter_arrays(folder: Path, file: str = ADAPTER_FILE) -> dict[str, mx.array
     except (ValueError, RuntimeError) as error:
         what = f"The adapter's weights cannot be read: {error}"
         do = "the file is damaged or incomplete: copy it again from an intact source, or train again"
-        raise ModelError(what, where=str(path), do=do) from error
+        raise ModelError(what, where=path, do=do) from error
 
 
 def save_adapter(

@@ -59,7 +59,7 @@ class ExportComparison:
         self._base = self._tuned.likeness_of(job.open(job.base))
         gc.collect()
         if self._base.divergence < NO_CHANGE:
-            raise ModelError(NO_EFFECT, where=str(job.adapter), do=DISCARD)
+            raise ModelError(NO_EFFECT, where=job.adapter, do=DISCARD)
         some = f"; evenly spread among {len(job.rows):,} rows" if len(rows) < len(job.rows) else ""
         count = f"{counted(len(rows), 'validation row')} ({counted(len(self._tuned.keys), 'label')}{some})"
         say(f"Loss and predictions are compared with the tuned model's on {count}.")
@@ -76,7 +76,7 @@ class ExportComparison:
         if why := refusal(share, likeness, job.may_lose):
             refused = ModelError(
                 f"The export does not keep the improvement: in {kind}, it {why}.",
-                where=str(job.out),
+                where=job.out,
                 expected=f"at least {100 * (1 - job.may_lose):g} % of the improvement kept",
                 got=f"{100 * share:.1f} %",
                 do="choose more bits (--type bf16 or f16; fuse without --bits), or accept the loss: --may-lose 100",

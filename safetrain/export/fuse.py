@@ -115,7 +115,7 @@ def open_to_merge(base: Path, adapter: Path) -> tuple[Any, dict[str, Any], Chang
 
     Raises ModelError.
     """
-    with errors_told("open the model", str(base)):
+    with errors_told("open the model", base):
         module, config = load(base)
     return module, config, Changes(module, adapter_arrays(adapter), lora_number(adapter, "scale"))
 

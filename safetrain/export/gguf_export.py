@@ -89,7 +89,7 @@ def export_gguf(job: ExportJob, kind: str, say: Callable[[str], None]) -> Export
 def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None]) -> ExportReport:
     """Measure the tuned model, write it to ``path``, and measure what was written."""
     files, stored = read_model_files(job.base), KINDS.get(kind, Kind.F16)
-    architecture = architecture_of(files.model_type, str(job.base))
+    architecture = architecture_of(files.model_type, job.base)
     module, config, changes = open_to_merge(job.base, job.adapter)
     parts, writer = parts_of(module, architecture), gguf.GGUFWriter(None, architecture)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{stored.name}"])
@@ -113,7 +113,7 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
     del module, changes, writer, data
     gc.collect()
     set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
-    with errors_told("open the written model", str(path)):
+    with errors_told("open the written model", path):
         module, dequantize = rebuilt(config, dict(arrays_in(path, parts))), dequantize_to_answer(files)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=job.compute_dtype)
     model, name = BaseModel(module, frozenset(), *adapt(module)), f"{job.out.name} ({kind})"
@@ -129,7 +129,7 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, size: int) -> None:
     strips = writer.arch == "phi3" and any(token["rstrip"] for token in tokenizer.definition["added_tokens"])
     writer.add_name(f"{job.out.stem} ({STRIPPING})" if strips else job.out.stem)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    write_vocabulary(writer, tokenizer.definition, size, chats=bool(tokenizer.template), where=str(job.base))
+    write_vocabulary(writer, tokenizer.definition, size, chats=bool(tokenizer.template), where=job.base)
     write_chat(writer, tokenizer, read_prompt_format(job.adapter), size)
 
 
@@ -156,7 +156,7 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
         raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {process.returncode}", do=do)
 
 
-def architecture_of(model_type: str, where: str) -> str:
+def architecture_of(model_type: str, where: Path) -> str:
     """llama.cpp's name for a model type; raises ModelError if this type cannot be exported as a GGUF file."""
     if model_type not in FAMILIES:
         raise ModelError(

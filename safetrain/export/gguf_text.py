@@ -7,6 +7,7 @@ refused, because llama.cpp would silently split texts differently than in traini
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
@@ -41,7 +42,7 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 UNREACHED = -1e6  # the score of a piece that no merge makes
 
 
-def write_vocabulary(writer: GGUFWriter, definition: Mapping[str, Any], size: int, *, chats: bool, where: str) -> None:
+def write_vocabulary(writer: GGUFWriter, definition: Mapping[str, Any], size: int, *, chats: bool, where: Path) -> None:
     """Write the tokenizer that tokenizer.json defines, for an embedding of ``size`` rows.
 
     ``chats``: whether texts begin with a template's own tokens. Raises ModelError if llama.cpp has no such tokenizer.
@@ -88,7 +89,7 @@ def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[T
     return tokens, types
 
 
-def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> bool:
+def _space_before(definition: Mapping[str, Any], *, chats: bool, where: Path) -> bool:
     """Whether llama.cpp should put a space before a text at the beginning or after a special token."""
     changes, splits = _steps(definition, "normalizer"), _steps(definition, "pre_tokenizer")
     if all(split.get("pattern") == {"String": " "} for split in splits):
@@ -102,7 +103,7 @@ def _space_before(definition: Mapping[str, Any], *, chats: bool, where: str) -> 
     return scheme == "always" or (scheme == "first" and not chats)
 
 
-def _split_name(definition: Mapping[str, Any], where: str) -> str:
+def _split_name(definition: Mapping[str, Any], where: Path) -> str:
     """llama.cpp's name for the way this tokenizer splits texts; raises ModelError if there is none."""
     if changes := [step["type"] for step in _steps(definition, "normalizer") if step["type"] != "NFC"]:
         raise _unknown(f"it changes texts before it splits them ({changes[0]})", where)
@@ -127,7 +128,7 @@ def _steps(definition: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
     return list(step.get("normalizers") or step.get("pretokenizers") or [step]) if step else []
 
 
-def _unknown(what: str, where: str) -> ModelError:
+def _unknown(what: str, where: Path) -> ModelError:
     return ModelError(
         f"llama.cpp does not support this model's tokenizer: {what}.",
         where=where,
@@ -146,7 +147,7 @@ def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat 
     stops = tokenizer.stop_ids | frozenset(trained_ids)
     if not stops:
         do = "set its eos_token in tokenizer_config.json"
-        raise ModelError("This model has no stop token.", where=str(tokenizer.folder), do=do)
+        raise ModelError("This model has no stop token.", where=tokenizer.folder, do=do)
     begin = tokenizer.special_id("bos")
     end = tokenizer.end_id if tokenizer.end_id in stops else min(stops)
     others = [number for number in dict.fromkeys((*trained_ids, *sorted(stops))) if number != end and number < size]

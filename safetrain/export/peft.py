@@ -45,7 +45,7 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
     unfit = [name for name in arrays if name.rpartition(".")[2] not in THEIRS]
     if unfit:
         what = f"This adapter trains {unfit[0]}, which a PEFT adapter cannot contain."
-        raise ModelError(what, where=str(job.adapter), do="merge the adapter into its base instead: safetrain fuse OUT")
+        raise ModelError(what, where=job.adapter, do="merge the adapter into its base instead: safetrain fuse OUT")
     comparison, reports = ExportComparison(job, files, say), list[ExportReport]()
 
     def write(folder: Path) -> None:
@@ -70,7 +70,7 @@ def require_same_names(base: Path) -> None:
     if family not in SAME_NAMES:
         what = f"Layers of {family} may have other names or another order in transformers than in mlx-lm."
         do = "to export any family, merge adapter and base: safetrain fuse OUT"
-        raise ModelError(what, where=str(base), expected=f"one of {', '.join(SAME_NAMES)}", do=do)
+        raise ModelError(what, where=base, expected=f"one of {', '.join(SAME_NAMES)}", do=do)
 
 
 def write_peft(adapter: Path, arrays: Mapping[str, mx.array], base_name: str, folder: Path) -> None:

@@ -43,7 +43,7 @@ def fetch(hub_id: str, into: Path) -> Path:
         if (found := hub_id_of(target)) != hub_id:
             do, got = "move the folder away, or choose another one with --into", found or "unknown"
             what = "The folder holds something else with this name."
-            raise ModelError(what, where=str(target), expected=hub_id, got=got, do=do)
+            raise ModelError(what, where=target, expected=hub_id, got=got, do=do)
         require_whole(target, hub_id)
         return target
     partial = into / f".{hub_id.replace('/', '--')}.partial"
@@ -93,7 +93,7 @@ def require_whole(folder: Path, hub_id: str) -> None:
         read_model_files(folder)
     elif not any(map(_is_data, folder.rglob("*"))):
         expected = "JSON lines, JSON, CSV, TSV, Parquet, Arrow or text"
-        raise ModelError(f"{hub_id} has no data files.", where=str(folder), expected=expected)
+        raise ModelError(f"{hub_id} has no data files.", where=folder, expected=expected)
 
 
 def _is_data(path: Path) -> bool:
@@ -136,7 +136,7 @@ def _require_same(path: Path, file: Any) -> None:
         path.unlink()
     what, do = "A downloaded file differs from the Hub's.", "run the same command again; it downloads this file again"
     expected, got = f"{file.size} bytes, {digest.name} {expected}", f"{size} bytes, not the same content"
-    raise ModelError(what, where=str(path), expected=expected, got=got, do=do)
+    raise ModelError(what, where=path, expected=expected, got=got, do=do)
 
 
 def push(hub_id: str, folder: Path, *, private: bool, ask: Callable[[str], None]) -> str:

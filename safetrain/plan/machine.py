@@ -210,7 +210,7 @@ def described_machines() -> dict[str, Any]:
             except yaml.YAMLError as error:
                 raise broken_yaml(error) from None
             except (TypeError, ValueError):
-                raise ConfigError("This file has no machines.", where=str(path), expected=EXAMPLE) from None
+                raise ConfigError("This file has no machines.", where=path, expected=EXAMPLE) from None
     return machines
 
 
@@ -224,7 +224,7 @@ def machine_named(name: str) -> Machine:
         near = difflib.get_close_matches(name, machines, n=1)
         do = f"did you mean {near[0]}?" if near else f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
         expected = f"one of {', '.join(sorted(machines))}"
-        raise ConfigError(f"Unknown machine {name}.", where=str(MACHINES), expected=expected, do=do)
+        raise ConfigError(f"Unknown machine {name}.", where=MACHINES, expected=expected, do=do)
     try:
         chip, backend, dtype = (machines[name].get(key) for key in ("chip", "backend", "compute_dtype"))
         usable, total = (int(float(machines[name][f"{part}_memory_gb"]) * GIB) for part in ("usable", "total"))
@@ -232,7 +232,7 @@ def machine_named(name: str) -> Machine:
         budget = budgets[backend]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"The machine {name} cannot be read: {error}"
-        raise ConfigError(what, where=str(MACHINES), expected=EXAMPLE) from None
+        raise ConfigError(what, where=MACHINES, expected=EXAMPLE) from None
     return replace(
         ANY_GPU, chip=str(chip), backend=backend, device=str(chip), total_memory_bytes=total,
         memory_budget_bytes=budget, compute_dtype=dtype, quantized_compute_dtype=dtype,

@@ -288,9 +288,9 @@ def selftest(module: str, model: Path) -> list[tuple[str, str, bool]]:
     except ChildFailed as error:
         how, _, refusal = str(error).partition(": ")
         if how == f"exit code {ModelError.exit_code}":
-            raise ModelError(refusal, where=str(model), do="use another model") from None
+            raise ModelError(refusal, where=model, do="use another model") from None
         do = "'safetrain preflight' checks the machine; if it ran out of memory, use a smaller model"
-        raise MachineError(f"The self-test did not finish: {error}", where=str(model), do=do) from None
+        raise MachineError(f"The self-test did not finish: {error}", where=model, do=do) from None
 
 
 def _one_pass(module: str, model: Path) -> dict[str, Any]:

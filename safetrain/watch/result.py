@@ -87,10 +87,10 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
         elif Path("dvc.lock").is_file():
             what = "The results of the last run are not here."
             do = "safetrain run brings them back, or makes them again"
-        raise ConfigError(what, where=str(paths.SUMMARY), got=damage, do=do)
+        raise ConfigError(what, where=paths.SUMMARY, got=damage, do=do)
     got = damage or ("scores of another adapter" if run.has_stale_evaluation else "")
     do = f"{MEASURE}; after 'git checkout' it brings the results back from DVC's cache"
-    raise ConfigError("The last training run has not been evaluated.", where=str(paths.EVALUATION), got=got, do=do)
+    raise ConfigError("The last training run has not been evaluated.", where=paths.EVALUATION, got=got, do=do)
 
 
 def _next(sample: Sample | None, data: DataReport | None, summary: TrainingSummary) -> list[tuple[str, str]]:
@@ -286,7 +286,7 @@ def _kind_of(folder: Path) -> str:
         return "mlx"
     expected = "a folder from 'safetrain fuse' or 'safetrain export', or an adapter folder"
     do = "safetrain fuse OUT" if paths.SUMMARY.is_file() else f"train first: {MEASURE}"
-    raise ConfigError("This folder has no model.", where=str(folder), expected=expected, do=do)
+    raise ConfigError("This folder has no model.", where=folder, expected=expected, do=do)
 
 
 def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
@@ -303,11 +303,11 @@ def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: lis
         return folder
     if adapter is None and not all(fingerprints):
         what = "No file in this folder says which adapter it was made from."
-        raise ConfigError(what, where=str(folder), do="name that adapter with --adapter")
+        raise ConfigError(what, where=folder, do="name that adapter with --adapter")
     adapter = adapter or paths.ADAPTERS
     if set(fingerprints) - {"", fingerprint(adapter)}:
         what = "This folder was made from another adapter."
-        raise ConfigError(what, where=str(folder), got=str(adapter), do="name the right adapter with --adapter")
+        raise ConfigError(what, where=folder, got=str(adapter), do="name the right adapter with --adapter")
     return adapter
 
 

@@ -27,7 +27,7 @@ def export(run: Run) -> str:
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("wandb is not installed.", do=install_extra("wandb"))
     if not any(record.step for record in run.steps):
-        raise ConfigError("No step is recorded yet.", where=str(paths.METRICS_CSV), do="train first: safetrain run")
+        raise ConfigError("No step is recorded yet.", where=paths.METRICS_CSV, do="train first: safetrain run")
     import wandb
 
     base = run.summary.base_model if run.summary else run.job.base if run.job else ""

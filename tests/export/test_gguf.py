@@ -96,7 +96,7 @@ def test_the_tuned_weights_are_in_the_file(name: str, method: str, bits: int | N
     assert read_record(report_of(out), ExportReport) == report
     assert (report.type, report.base_fingerprint) == (kind, files.fingerprint)
     assert len(report.adapter_fingerprint) == 32
-    assert said_in(out, "general.architecture") == architecture_of(files.model_type, "")
+    assert said_in(out, "general.architecture") == architecture_of(files.model_type, Path())
     assert len(said_in(out, "tokenizer.ggml.tokens")) == files.vocab_size
     assert "<|assistant|>" in said_in(out, "tokenizer.chat_template")
     assert sorted(path.name for path in tmp_path.glob("m*")) == ["m.gguf", "m.gguf.json"]
@@ -139,7 +139,7 @@ def test_families_and_settings_that_llama_cpp_computes_otherwise_are_named(
 ) -> None:
     base = build(tmp_path / "base", name, **changes)
     with pytest.raises(ModelError, match="type mamba2 cannot be exported"):
-        architecture_of("mamba2", "here")
+        architecture_of("mamba2", Path("here"))
     with pytest.raises(ModelError, match=message):
         write(base, tmp_path / "m.gguf")
 

@@ -30,7 +30,7 @@ def in_file(writer: GGUFWriter) -> dict[str, Any]:
 
 def vocabulary(tokenizer: ChatTokenizer, spare: int = 0, *, chats: bool = True) -> dict[str, Any]:
     writer = GGUFWriter(None, "llama")
-    write_vocabulary(writer, tokenizer.definition, tokenizer.size + spare, chats=chats, where="here")
+    write_vocabulary(writer, tokenizer.definition, tokenizer.size + spare, chats=chats, where=Path("here"))
     return in_file(writer)
 
 
@@ -83,7 +83,7 @@ def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -
         (of_words, r"it splits texts by \\w\+\|\\W\+(?s:.*)silently answer wrongly"),
     ):
         with pytest.raises(ModelError, match=message):
-            write_vocabulary(GGUFWriter(None, "llama"), definition, 700, chats=True, where="here")
+            write_vocabulary(GGUFWriter(None, "llama"), definition, 700, chats=True, where=Path("here"))
 
 
 def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:

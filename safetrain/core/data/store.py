@@ -183,11 +183,11 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         store = _read(path)
     except FileNotFoundError:
         do = "run the pipeline: safetrain run"
-        raise ConfigError(f"{path.name} does not exist yet.", where=str(path), do=do) from None
+        raise ConfigError(f"{path.name} does not exist yet.", where=path, do=do) from None
     if tokenizer is not None and store.made.tokenizer != tokenizer:
         what = "data/validated was made with another tokenizer or chat template."
         do = "run validate_data with the same model.path, or safetrain run"
-        raise ConfigError(what, where=str(path), do=do)
+        raise ConfigError(what, where=path, do=do)
     if isinstance(corpus := store.rows.ids, Corpus):
         for number in {stretch.file for stretch in corpus.stretches}:
             corpus.files[number].require_unchanged()
@@ -222,7 +222,7 @@ def _read(path: Path) -> Store:
         return Store(*origin, rows, arrays, arrays["question_rows"][:], tuple(bounds[1:]))
     except (ValueError, LookupError, TypeError, AttributeError):
         what, do = "The token store is damaged, or has another version.", "make it again: safetrain run"
-        raise DataError(what, where=str(path), do=do) from None
+        raise DataError(what, where=path, do=do) from None
 
 
 def read_made(path: Path) -> Provenance | None:

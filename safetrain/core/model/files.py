@@ -107,7 +107,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZERS):
         raise _without("The model has no tokenizer (tokenizer.json).", folder)
     if any(path.is_fifo() or path.is_char_device() for path in folder.iterdir()):
-        raise ModelError("A pipe or a device lies in the model's folder.", where=str(folder), do="remove it")
+        raise ModelError("A pipe or a device lies in the model's folder.", where=folder, do="remove it")
     with told("The model's weights cannot be read", folder, FETCH):
         paths = _weight_files(folder)
         tensors = [tensor for path in paths for tensor in _tensors_in(path)]
@@ -187,7 +187,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Sequence[TensorHeader], folder:
         sizes[name] = sizes[name] or size
         if not sizes[name]:
             what = f"config.json has no {SIZES[name][0]}, and the weights do not show it."
-            raise ModelError(what, where=str(folder / "config.json"), do="use a model that mlx-lm supports")
+            raise ModelError(what, where=folder / "config.json", do="use a model that mlx-lm supports")
     _require_possible("num_layers", sizes["num_layers"])
     hidden, head = sizes["hidden_size"], sizes["head_dim"]
     heads = sizes["num_heads"] or max(1, hidden // (head or USUAL_HEAD_SIZE))
@@ -227,13 +227,13 @@ def _weight_files(folder: Path) -> list[Path]:
     names = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(names - {path.name for path in paths}):
         what = f"The model is not fully downloaded: {len(missing)} of {len(names)} weight files are missing."
-        raise ModelError(what, where=str(folder), got=f"missing: {', '.join(missing[:5])}", do=FETCH)
+        raise ModelError(what, where=folder, got=f"missing: {', '.join(missing[:5])}", do=FETCH)
     if not paths:
         raise _without("The model folder has no weights (model*.safetensors).", folder)
     if names and (extra := [path.name for path in paths if path.name not in names]):
         what = "The folder has weight files that its index does not name; mlx-lm would load them too."
         do = "remove them, or fetch the model into a new folder"
-        raise ModelError(what, where=str(folder), got=", ".join(extra[:5]), do=do)
+        raise ModelError(what, where=folder, got=", ".join(extra[:5]), do=do)
     return paths
 
 
@@ -242,8 +242,8 @@ def _without(what: str, path: Path) -> ModelError:
     files = [path.name] if path.is_file() else [file.name for file in path.iterdir()]
     for pattern, kind, do in OTHER_KINDS:
         if found := fnmatch.filter(files, pattern):
-            return ModelError(f"This is {kind}, not a model for mlx-lm.", where=str(path), got=found[0], do=do)
-    return ModelError(what, where=str(path), do=FETCH)
+            return ModelError(f"This is {kind}, not a model for mlx-lm.", where=path, got=found[0], do=do)
+    return ModelError(what, where=path, do=FETCH)
 
 
 def _tensors_in(path: Path) -> list[TensorHeader]:
@@ -256,7 +256,7 @@ def _tensors_in(path: Path) -> list[TensorHeader]:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 what, do = "A weight file is a Git LFS pointer: the weights are not downloaded yet.", FETCH_LFS
         got = f"{path.stat().st_size} bytes"
-        raise ModelError(what, where=str(path), expected=str(error), got=got, do=do) from None
+        raise ModelError(what, where=path, expected=str(error), got=got, do=do) from None
     return [_tensor(name, **entry) for name, entry in header.items() if name != METADATA]
 
 
@@ -324,7 +324,7 @@ def _no_model(path: Path) -> ModelError:
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
     if not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", ".."):
         do = f"safetrain fetch {path}, then use its folder: models/{path.name}; before: safetrain estimate hub:{path}"
-    return ModelError("The model folder does not exist.", where=str(path), do=similar_path(path) or do)
+    return ModelError("The model folder does not exist.", where=path, do=similar_path(path) or do)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise _without(f"The model has no {path.name}.", path.parent)
     value = json_object(path)
     if not value:
-        raise ModelError(f"{path.name} is empty, or not a JSON object.", where=str(path), do=FETCH)
+        raise ModelError(f"{path.name} is empty, or not a JSON object.", where=path, do=FETCH)
     return value
 
 

@@ -123,13 +123,13 @@ def require_base(adapter: Path, base: Path, base_fingerprint: str) -> None:
     trained_on = config.get(BASE_FINGERPRINT)
     if "peft_type" in config:
         do = "merge it into its base with PEFT (merge_and_unload), then train that model"
-        raise ModelError("This is a PEFT adapter, which safetrain cannot read.", where=str(adapter), do=do)
+        raise ModelError("This is a PEFT adapter, which safetrain cannot read.", where=adapter, do=do)
     if not (adapter / "adapters.safetensors").is_file():
-        raise ModelError("The adapter has no adapters.safetensors.", where=str(adapter), do="train: safetrain run")
+        raise ModelError("The adapter has no adapters.safetensors.", where=adapter, do="train: safetrain run")
     if trained_on not in (None, base_fingerprint):
         raise ModelError(
             "The adapter was trained on another base model.",
-            where=str(adapter),
+            where=adapter,
             expected=f"a base model with fingerprint {trained_on}",
             got=f"fingerprint {base_fingerprint}, of {base}",
             do="name the base that it was trained on (model.path, or --model), or train again",
@@ -140,9 +140,9 @@ def _configuration(adapter: Path) -> dict[str, Any]:
     path = adapter / "adapter_config.json"
     if not path.is_file():
         remedy = "name the adapter's folder, or train one with 'safetrain run' in the project's root"
-        raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy)
+        raise ModelError("No trained adapter found.", where=adapter.absolute(), do=remedy)
     config = json_object(path)
     if config and isinstance(config.get("model", ""), str):
         return config
     do = "the file is damaged: copy the folder again, or train again"
-    raise ModelError("The adapter's configuration cannot be read.", where=str(path), do=do)
+    raise ModelError("The adapter's configuration cannot be read.", where=path, do=do)

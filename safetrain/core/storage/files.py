@@ -89,13 +89,13 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise DiskFullError(what, where=str(folder), do=do) from error
+        raise DiskFullError(what, where=folder, do=do) from error
 
 
 def require_new(target: Path, do: str = "choose another folder") -> Path:
     """Return the parent folder of ``target``; raises ConfigError if ``target`` exists."""
     if target.exists() or target.is_symlink():
-        raise ConfigError("The target already exists.", where=str(target), do=do)
+        raise ConfigError("The target already exists.", where=target, do=do)
     return target.parent.resolve()
 
 
@@ -104,7 +104,7 @@ def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < size_bytes + SPARE_BYTES:
         needed = f"{size_text(size_bytes + SPARE_BYTES)} free"
-        raise DiskFullError(what, where=str(folder.resolve()), expected=needed, got=f"{size_text(free)} free", do=do)
+        raise DiskFullError(what, where=folder.resolve(), expected=needed, got=f"{size_text(free)} free", do=do)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -228,7 +228,7 @@ def read_result(path: Path, kind: type[Kind], again: str = "") -> Kind:
         what, got, do = "does not exist yet.", "", "run the pipeline: safetrain run"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what, got, do = "cannot be read.", damage_of(error), again or written_again()
-    raise ConfigError(f"{path.name} {what}", where=str(path), got=got, do=do)
+    raise ConfigError(f"{path.name} {what}", where=path, got=got, do=do)
 
 
 def damage_of(error: Exception) -> str:

@@ -209,7 +209,7 @@ class ChatTokenizer:
                 _require_same_splits(folder, own, load(local_files_only=True, **{REGEX: True}))
         if not own.is_fast:
             what, do = "The model has no fast tokenizer.", "use a copy of the model that has one"
-            raise ModelError(what, where=str(folder), expected="a tokenizer.json", do=do)
+            raise ModelError(what, where=folder, expected="a tokenizer.json", do=do)
         self.folder, self.size, self._tokenizer, self.backend = folder, len(own), own, own.backend_tokenizer
         self.end_token, self.end_id = own.eos_token or "", self.special_id("eos")
         self.backend.no_truncation()  # some models ship the settings of their training
@@ -290,4 +290,4 @@ def _require_same_splits(folder: Path, own: Any, repaired: Any) -> None:
     one, two = (json.loads(each.backend_tokenizer.to_str())["pre_tokenizer"] for each in (own, repaired))
     if one != two and json_object(settings).get(REGEX) is None:
         what = "The tokenizer splits words by a rule that Mistral has corrected."
-        raise ModelError(what, where=str(settings), do=f'add "{REGEX}": true to this file (false keeps the rule)')
+        raise ModelError(what, where=settings, do=f'add "{REGEX}": true to this file (false keeps the rule)')

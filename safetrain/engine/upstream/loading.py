@@ -63,7 +63,7 @@ GENERATION = "generation_config.json"
 
 
 @contextmanager
-def errors_told(doing: str, where: str = "") -> Iterator[None]:
+def errors_told(doing: str, where: Path | str = "") -> Iterator[None]:
     """Turn what mlx-lm raises while it opens a model into ModelError, or EngineError if memory runs out."""
     try:
         yield
@@ -83,7 +83,7 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     config = load_config(folder)
     if setting := unread_setting(json.dumps(config, sort_keys=True)):
         what = f"{config['model_type']} in mlx-lm does not read {setting}, so it would compute another model."
-        raise ModelError(what, where=str(folder / "config.json"), do="use a model of another family")
+        raise ModelError(what, where=folder / "config.json", do="use a model of another family")
     given, entry = with_older_keys(config), quantization_of(config)
     if entry and not entry.get("quant_method"):  # mlx-lm's own format, under either key
         given["quantization"] = entry
@@ -97,7 +97,7 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
         what = f"mlx-lm's {family} does not have these weights: {OWN_WEIGHTS}"  # checks show this line alone
         if method:
             what = f"The checkpoint is quantized by {method}, which mlx-lm cannot read for {family}: {UNQUANTIZED}"
-        raise ModelError(what, where=str(folder), got=shorten(str(error), MOST_CHARACTERS)) from None
+        raise ModelError(what, where=folder, got=shorten(str(error), MOST_CHARACTERS)) from None
     config |= {key: given[key] for key in (TEXT, PARAMETERS) if key in given}
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
@@ -129,7 +129,7 @@ def require_own_head(module: Any, config: Mapping[str, Any], folder: Path) -> No
     if heads and not any(mx.array_equal(heads[0], each).item() for each in embeddings):
         what = "The weights have a head (lm_head.weight) other than the embedding, but config.json ties the two."
         do = "set tie_word_embeddings to false in config.json, or remove lm_head.weight"
-        raise ModelError(what, where=str(folder), do=do)
+        raise ModelError(what, where=folder, do=do)
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
@@ -192,7 +192,7 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
 
     def write(folder: Path) -> None:
-        with errors_told("convert the model", str(source)), _plain_name(source) as plain:
+        with errors_told("convert the model", source), _plain_name(source) as plain:
             module, config = load(source)
             if (name := config.get("torch_dtype")) in ("float16", "bfloat16", "float32"):
                 cast(module, getattr(mx, name))
@@ -230,7 +230,7 @@ def holds_adapters(module: Any, method: str) -> bool:
 
 def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
     """Load the adapter folder onto a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
-    with errors_told("open the adapter", str(adapter)):
+    with errors_told("open the adapter", adapter):
         load_adapters(module, str(adapter)).eval()
         mx.eval(module.trainable_parameters())
 
