@@ -18,8 +18,6 @@ from safetrain.plan.preflight import examine
 from safetrain.stage import stage
 from safetrain.watch.progress import still_working
 
-DRY_RUN = "safetrain.engine.dry_run"
-
 
 @stage
 def main(config: Pipeline) -> None:
@@ -30,7 +28,7 @@ def main(config: Pipeline) -> None:
     require_known(downgraded_ids)  # before anything is measured
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
     with still_working("checking the machine and the model"):
-        checks, machine = examine(config, Path(config.model.path), previous, DRY_RUN, say)
+        checks, machine = examine(config, Path(config.model.path), previous, "safetrain.engine.dry_run", say)
     checks = downgrade(checks, downgraded_ids)
     report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds)
     write_record(paths.PREFLIGHT_REPORT, report)

@@ -19,8 +19,6 @@ from safetrain.plan.recommend import plan_run
 from safetrain.stage import stage
 from safetrain.watch.progress import still_working
 
-DRY_RUN = "safetrain.engine.dry_run"
-
 
 @stage
 def main(config: Pipeline) -> None:
@@ -32,7 +30,7 @@ def main(config: Pipeline) -> None:
     rows = load_training_rows(model.folder, config.train.max_examples)
     inputs = PlanInputs(data, machine, model, rows)
     with still_working("trying out configurations"):
-        recommendation = plan_run(inputs, config.train, config.lora, DRY_RUN, print_text)
+        recommendation = plan_run(inputs, config.train, config.lora, "safetrain.engine.dry_run", print_text)
     print_text("\n".join(recommendation_lines(recommendation, rows, config.train)))
     write_record(paths.RECOMMENDED_CONFIG, recommendation)
 
