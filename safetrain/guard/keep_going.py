@@ -80,7 +80,9 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
     job = fit_to_available_memory(job, plan, say)
     while True:
         journal.write(Started())
-        ending = _attempt(job, watch, record)
+        write_record(watch.flight / JOB, job)
+        open_marker(output, command_again(), limit_now(job.memory_limit_bytes))
+        ending = supervise(replace(watch, environment=gpu_environment(len(job.gpu_rungs), os.environ)), record)
         if _is_complete(output, ending):
             close_marker(output)
             (output / LADDER).unlink(missing_ok=True)
@@ -117,12 +119,6 @@ def _dvc_command() -> str:
         words = starter.cmdline() if starter is not None else []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
     return "safetrain run" if place is None else shlex.join(["dvc", *words[place + 1 :]])
-
-
-def _attempt(job: TrainJob, watch: WatchSettings, show: Callable[[Event], None]) -> Ending:
-    write_record(watch.flight / JOB, job)
-    open_marker(watch.flight.parent, command_again(), limit_now(job.memory_limit_bytes))
-    return supervise(replace(watch, environment=gpu_environment(len(job.gpu_rungs), os.environ)), show)
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:
