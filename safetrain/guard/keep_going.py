@@ -39,13 +39,11 @@ from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, 
 from safetrain.guard.process import Ending, WatchSettings, limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
-LOADING = ("start", "load data", "load model", "resume")
 REPORTED = ("stopped", "refused", "bad_update", "disk_full", "disk_error")  # explained by the training process
 REPAIR_ROWS = (
     f"the same command stops here again. Repair the rows of this step or set {LOWER_RATE}, then 'safetrain discard'; "
     "or allow a jump of the loss with a larger train.max_loss_jump"
 )
-GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
         death = explain(output, ending, command_again())
         journal.write(Died(death.title, death.step))
         close_marker(output)
-        relief = None if ending.signal_passed_on else _relief(job, plan, death)
+        relief = None if ending.signal_passed_on else _relief(job, death)
         if relief is None:
             raise _error(_with_advice(output, death), ending)
         job, change = relief
@@ -140,9 +138,9 @@ def _on_ladder(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> Tra
     return replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
-def _relief(job: TrainJob, plan: Recommendation, death: PostMortem) -> tuple[TrainJob, str] | None:
+def _relief(job: TrainJob, death: PostMortem) -> tuple[TrainJob, str] | None:
     """Return the job to continue with, and the change in words; None if a person has to decide."""
-    if death.cause in GPU_CAUSES:
+    if death.cause in ("gpu_watchdog", "gpu_timeout"):
         if len(job.gpu_rungs) == len(GPU_RUNGS):
             return None
         words, environment = GPU_RUNGS[len(job.gpu_rungs)]
@@ -170,7 +168,7 @@ def _with_advice(output: Path, death: PostMortem) -> PostMortem:
 
 
 def _is_loading(death: PostMortem) -> bool:
-    return death.phase.removeprefix("after ") in LOADING
+    return death.phase.removeprefix("after ") in ("start", "load data", "load model", "resume")
 
 
 def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
