@@ -127,8 +127,11 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _allocate(path)
-        self._ring = mmap.mmap(self._file, RING_BYTES)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        # all blocks and pages from the start: without disk space a mapped page kills the process, and no record waits
+        os.pwrite(descriptor, bytes(RING_BYTES), 0)
+        self._ring = mmap.mmap(descriptor, RING_BYTES)
         self._number, self._memory_read_at = 0, 0.0
         self._last: tuple[Phase, Edge, Work] = Phase.LOAD_DATA, Edge.BEFORE, NO_WORK
         self._footprint, self._data = 0, 0
@@ -244,14 +247,6 @@ def _record_in(ring: bytes, slot: int) -> FlightRecord | None:
     ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # validation rows have no number
     work = Work(step, micro_batch, rows, tokens, ids)
     return FlightRecord(number, wall, monotonic, Phase(phase), Edge(edge), work, *values[9:16])
-
-
-def _allocate(path: Path) -> int:
-    """Make a new file with all its blocks: writing to a mapped page without disk space kills the process."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    os.pwrite(descriptor, bytes(RING_BYTES), 0)  # all pages in memory from the start, so that no record waits for one
-    return descriptor
 
 
 @dataclass(frozen=True)
