@@ -43,7 +43,9 @@ class Examination:
 
         Raises TrainingError if a loss is not a number.
         """
-        order = in_random_order(len(self.held_out.questions))[: self.max_questions]
+        order = list(range(len(self.held_out.questions)))
+        random.Random(0).shuffle(order)  # fixed, so that a longer sample contains a shorter one
+        del order[self.max_questions :]
         measures, model, files = list[ModelMeasures](), None, read_model_files(base)
         for name, adapter in (("base", start), ("tuned", tuned)):
             if model is None or start is not None:  # an adapter needs a model without one
@@ -97,10 +99,3 @@ class Examination:
                 do=f"train again with {LOWER_RATE}, or check the model: safetrain selftest MODEL",
             )
         return losses
-
-
-def in_random_order(count: int) -> list[int]:
-    """Numbers below ``count`` in a fixed random order, so that a longer sample contains a shorter one."""
-    order = list(range(count))
-    random.Random(0).shuffle(order)
-    return order
