@@ -91,18 +91,12 @@ def read_machine_now(probe: Probe) -> Machine:
         python=platform.python_version(),
         chip=chip_name(),
         physical_cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
-        backend=probe.backend,
-        device=probe.device,
         mlx=version_of("mlx"),
         mlx_lm=version_of("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
         memory_budget_bytes=budget // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or budget,
         process_memory_bytes=process_bytes,
-        gemm_gflops=probe.gemm_gflops,
-        compute_dtype=probe.compute_dtype,
-        quantized_compute_dtype=probe.quantized_compute_dtype,
-        dequantizing_pays=probe.dequantizing_pays,
-        labels_at_once=probe.labels_at_once,
+        **{name: getattr(probe, name) for name in ("backend", "device", "gemm_gflops", *TIMED)},
     )
 
 
