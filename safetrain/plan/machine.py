@@ -173,7 +173,7 @@ def answer_path(model_fingerprint: str) -> Path:
     return answers_about("probes", model_fingerprint, chip_name(), str(usable_cores()), *graphics).with_suffix(".json")
 
 
-def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_module: str = "") -> Machine:
+def machine_to_plan_for(name: str | None, memory_gb: float | None, probe_module: str) -> Machine:
     """A machine of conf/machines.yaml, or this one if ``name`` is None.
 
     This machine is read from preflight's record, else probed now by ``probe_module`` (about two seconds). Raises
@@ -181,7 +181,7 @@ def machine_to_plan_for(name: str | None, memory_gb: float | None = None, probe_
     """
     if name:
         machine = machine_named(name)
-    elif paths.MACHINE.is_file() or not probe_module:
+    elif paths.MACHINE.is_file():
         machine = read_result(paths.MACHINE, Machine)
     else:
         probe, why = ask_engine(probe_module, None, "quick", None)
