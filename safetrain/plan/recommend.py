@@ -61,7 +61,6 @@ WHY_ON_DISK = {
     False: "the base fits into memory",
     True: "the base does not fit into memory: each block is read from disk twice per step",
 }
-WHY_LABELS = "as many logits at once as make each cheaper here and leave room"
 # Tokens of the evaluation of both models, counted as tokens of training
 EVALUATION_SHARE, LEAST_EVALUATION = 0.06, 2.0**40  # of the training's; times weights: about a minute on two cores
 TEST_SHARE, ANSWER_SHARE, GENERAL_SHARE = 0.3, 0.5, 0.2
@@ -251,7 +250,7 @@ def _reasons_of_fit(question: PlannedTraining, fit: Estimate) -> dict[str, str]:
         "dequantize_base": _why_dequantized(fit),
         "stream_base": WHY_ON_DISK[settings.stream_base],
         "compute_dtype": _why_dtype(fit),
-        "labels_at_once": WHY_LABELS,
+        "labels_at_once": "as many logits at once as make each cheaper here and leave room",
     }
     pinned = {key: SET for key in reasons if key != "batch_size" and getattr(train, key, None) is not None}
     together = f"{settings.batch_text} = {rows} rows per update"
@@ -331,7 +330,7 @@ def _intervals(
     trained = "weights" if question.train.method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
-    valid_tokens = _valid_tokens(question, fit, updates, reasons)
+    valid_tokens = _valid_tokens(question, fit, reasons)
     read_tokens = valid_tokens * _forward_cost(question, fit) / VALIDATIONS_SHARE
     least = min(updates, math.ceil(read_tokens / _fed_tokens(question, fit) / log) * log)
     reasons["warmup_steps"] = f"5 % of {updates:,} steps"
@@ -347,7 +346,7 @@ def _intervals(
     return {"warmup_steps": usual_warmup(updates), **steps}
 
 
-def _valid_tokens(question: PlannedTraining, fit: Estimate, updates: int, reasons: dict[str, str]) -> int:
+def _valid_tokens(question: PlannedTraining, fit: Estimate, reasons: dict[str, str]) -> int:
     """Most tokens of a validation: all there are, unless that is much for a short training.
 
     More epochs do not change it: a longer run of the same rows is compared by the same ones.
