@@ -105,7 +105,7 @@ class EventPipe:
                 line = line[os.write(self._descriptor, line) :]
 
 
-def open_events(place: str, *, required: bool = True) -> EventPipe:
+def open_events(place: str, *, required: bool) -> EventPipe:
     """Open the event pipe at ``place``, a descriptor number or the path of a FIFO; raises OSError.
 
     If not ``required``, it does not wait for a reader: a rank on another machine has none, even if a shared folder

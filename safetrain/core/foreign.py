@@ -53,7 +53,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def limited(seconds: float = MOST_SECONDS, memory_bytes: int = MOST_BYTES) -> Iterator[None]:
+def limited(seconds: float = MOST_SECONDS) -> Iterator[None]:
     """End Python code in the block by TimeoutError or MemoryError when it needs more. Costs about 6 microseconds.
 
     Only the main thread has a limit of time (of the processor: other programs do not count), only Linux one of memory.
@@ -61,7 +61,7 @@ def limited(seconds: float = MOST_SECONDS, memory_bytes: int = MOST_BYTES) -> It
     is_main = threading.current_thread() is threading.main_thread()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if sys.platform == "linux":
-        most = int(os.pread(_sizes(os.getpid()), SIZES_BYTES, 0).split()[DATA]) * resource.getpagesize() + memory_bytes
+        most = int(os.pread(_sizes(os.getpid()), SIZES_BYTES, 0).split()[DATA]) * resource.getpagesize() + MOST_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     if is_main:
         _catch_timer()

@@ -72,7 +72,7 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     return DataFiles(tuple(file.split for file in read), tuple(file.path for file in read), tuple(left))
 
 
-def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
+def named_files(paths: Sequence[Path], *, documents: bool) -> DataFiles:
     """Find all files in ``paths`` (files or folders), each with the split that its folder or name gives.
 
     With ``documents``, plain text in a folder is read even next to files of rows. Raises DataError.

@@ -163,7 +163,7 @@ def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
     return float(losses.sum()) / int(labels.sum(dtype=np.int64))
 
 
-def score(loss: float, answers: Sequence[str], expected: Sequence[str], *, per_pair: bool = False) -> Score:
+def score(loss: float, answers: Sequence[str], expected: Sequence[str], *, per_pair: bool) -> Score:
     """Score a model by its loss, which has no perplexity if it is per pair, and its answers, outer spaces ignored."""
     perplexity = None if per_pair else math.exp(min(loss, 700.0))
     if not expected:

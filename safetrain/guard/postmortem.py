@@ -159,7 +159,7 @@ def _assemble(
     )
 
 
-def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
+def reports_since(pattern: str, since_seconds: float, folder: Path) -> list[Path]:
     """macOS's reports since a wall-clock time, sorted by name, including those that it has moved to a subfolder."""
     found = []
     for path in folder.rglob(pattern):

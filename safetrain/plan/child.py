@@ -231,7 +231,7 @@ def try_out(path: Path, module: str, job: TrainJob, seconds: float, say: Callabl
     return answer
 
 
-def most_bytes(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> int | None:
+def most_bytes(budget_bytes: int, own_limit_bytes: int | None, platform: str = sys.platform) -> int | None:
     """Memory limit of a dry run on macOS; None on other systems, where it limits itself.
 
     Without train.memory_limit_gb, the limit is a little above the budget: mlx keeps unused buffers up to its own limit.

@@ -260,7 +260,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
     return remarks
 
 
-def with_card(folder: Path, copy: Path, run: Run, adapter: Path | None = None) -> Path:
+def with_card(folder: Path, copy: Path, run: Run, adapter: Path | None) -> Path:
     """Write a card into ``folder`` if it has none. An adapter is copied first, and the folder returned is ``copy``.
 
     DVC tracks the adapter, and its configuration may name the base model by a private path.

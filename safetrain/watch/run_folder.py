@@ -195,9 +195,9 @@ def read_run(output: Path = paths.OUTPUT) -> Run:
     return RunReader(output).read(finished=True)
 
 
-def read_evaluated(output: Path = paths.OUTPUT) -> Run:
+def read_evaluated() -> Run:
     """Read the last evaluated run; the last one if none was evaluated."""
-    run, kept = read_run(output), read_run(output / KEPT)
+    run, kept = read_run(), read_run(paths.OUTPUT / KEPT)
     if run.evaluation is not None or kept.evaluation is None:
         return run
     return dataclasses.replace(kept, newer_step=run.summary.steps if run.summary else 0)
