@@ -15,7 +15,7 @@ from typer import Argument, Option, Typer
 from safetrain.core.errors import ConfigError, DataError, ModelError, SafetrainError
 from safetrain.core.formatting import EMPTY_ANSWER, counted, install_extra, print_text, size_text
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import require_new
+from safetrain.core.storage.files import read_result, require_new
 
 if TYPE_CHECKING:
     from safetrain.core.text.tokenizer import ChatTokenizer
@@ -198,7 +198,6 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import TrainingSummary
-    from safetrain.core.storage.files import read_result
     from safetrain.engine.cpu.blas import load_fast_blas
 
     base, run = model or base_of(adapter), read_result(paths.SUMMARY, TrainingSummary)

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from safetrain.core.errors import DataError, MachineError, SafetrainError
 from safetrain.core.formatting import print_text
+from safetrain.core.records.schema import PRETRAIN, rows_together
 from safetrain.core.signals import exit_code_of
 from safetrain.core.storage import paths
 from safetrain.project import console, model_of_params, params, require_project, stage_module
@@ -49,7 +50,6 @@ def validate(
 
     With --fix: exit 0 if the copy is written, 1 if rows cannot be read (see --drop-bad).
     """
-    from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
     from safetrain.data.tokenize import settings_of
     from safetrain.watch.progress import still_working
@@ -109,7 +109,6 @@ def estimate(
     Exit 1: training does not fit. The command reads no weights; of a model on the Hub it fetches config.json alone.
     The presets are those of model.create.
     """
-    from safetrain.core.records.schema import rows_together
     from safetrain.plan import estimate as estimates
     from safetrain.plan.machine import HERE, machine_to_plan_for
 

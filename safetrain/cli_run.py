@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
 from safetrain.core.formatting import RUN, counted, print_text, run_again, similar_path
-from safetrain.core.lock import locked, require_no_training
+from safetrain.core.lock import locked, require_no_training, training_lock
 from safetrain.core.params_file import (
     PARAMS,
     RUN_LOCK,
@@ -26,7 +26,9 @@ from safetrain.core.params_file import (
     with_value,
     write_params,
 )
+from safetrain.core.records.run_state import discard_run, is_finished
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
 
@@ -263,10 +265,7 @@ def diagnose(
     as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
 ) -> None:
     """Explain why the last training run died, even after a reboot."""
-    from safetrain.core.lock import training_lock
     from safetrain.core.postmortem import PostMortem, describe
-    from safetrain.core.records.run_state import is_finished
-    from safetrain.core.storage.files import read_or_none
 
     require_project()
     from safetrain.guard.postmortem import explain_unclosed
@@ -295,8 +294,6 @@ def discard() -> None:
     This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far; also what queued
     experiments keep in .dvc/tmp/safetrain.
     """
-    from safetrain.core.lock import training_lock
-    from safetrain.core.records.run_state import discard_run
     from safetrain.guard.postmortem import close_marker
 
     require_project()
