@@ -225,12 +225,16 @@ class TalkOptions:
 
 
 def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
-    """Read everything except the weights, so that mistakes are found at once; raises SafetrainError."""
+    """Read everything except the weights, so that mistakes are found at once, and load the BLAS for mlx.
+
+    Raises SafetrainError.
+    """
     from safetrain.core.memory.system import host_room_bytes, read_memory
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
     from safetrain.core.results import adapter_to_use
     from safetrain.core.text.tokenizer import ChatTokenizer
+    from safetrain.engine.cpu.blas import load_fast_blas
     from safetrain.watch.chat import Prompts
     from safetrain.watch.result import unmeasured
     from safetrain.watch.run_folder import read_run
@@ -255,6 +259,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
             f"The model ({size_text(files.static_bytes)}) does not fit into the available memory ({size_text(room)}), "
             "so its weights stay on disk and are read once for each token of an answer.", sys.stderr,
         )  # fmt: skip
+    load_fast_blas()  # before anything imports mlx
     return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions, stream)
 
 
@@ -273,8 +278,6 @@ def ask(
     documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt; answers that reach
     --max-new-tokens are left out.
     """
-    from safetrain.engine.cpu.blas import load_fast_blas
-
     if not question.strip():
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
     if base and jsonl:
@@ -282,7 +285,6 @@ def ask(
     rows = list(_prompts_in(Path(question))) if jsonl else [{"prompt": question}]
     asked = _asked(model, adapter, None, base=False)
     prompts = [_prompt_of(row, asked) for row in rows]
-    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import apply_adapter, open_tuned
 
@@ -341,12 +343,9 @@ def chat(
     Ctrl-C stops an answer, and Ctrl-D ends the chat. Its commands are /reset and /exit. In a pipe, each line is a
     question, and stdout has only answers.
     """
-    from safetrain.engine.cpu.blas import load_fast_blas
-
     if base and compare:
         raise ConfigError("Use either --base or --compare.", do="--compare shows both models, --base only the base")
     asked = _asked(model, adapter, system, base=base)
-    load_fast_blas()  # before anything imports mlx
     from safetrain.engine.upstream.generation import Conversation
     from safetrain.engine.weight_files import open_both, open_tuned
     from safetrain.watch.chat import HELP, Chat, Side, say
