@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +16,7 @@ from safetrain.project import console, require_project
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from safetrain.watch.monitor import MonitorView
-
-    Look = Callable[[], MonitorView]
+    from safetrain.watch.run_folder import RunReader
 
 GONE_LOOKS = 3  # readings in a row without a process mean that the run has ended: there are gaps between processes
 
@@ -36,7 +33,6 @@ def monitor(
     """
     from rich.console import Console
 
-    from safetrain.watch.monitor import look_at
     from safetrain.watch.run_folder import RunReader
 
     if not output.is_dir() and output == paths.OUTPUT:
@@ -47,22 +43,22 @@ def monitor(
     reader, screen = RunReader(output), Console(highlight=False, markup=False, emoji=False)
     try:
         if plain or not sys.stdout.isatty() or screen.is_dumb_terminal or screen.options.ascii_only:
-            _print_lines(lambda: look_at(reader), refresh, once)
+            _print_lines(reader, refresh, once)
         else:
-            _draw(lambda: look_at(reader), refresh, once, screen)
+            _draw(reader, refresh, once, screen)
     except Terminated:
         raise
     except KeyboardInterrupt:  # the user leaves
         return
 
 
-def _print_lines(look: "Look", refresh: float, once: bool) -> None:
+def _print_lines(reader: "RunReader", refresh: float, once: bool) -> None:
     """Print a line for each reading until the training has ended; the last line says so."""
-    from safetrain.watch.monitor import plain_line
+    from safetrain.watch.monitor import look_at, plain_line
 
     gone = GONE_LOOKS - 1
     while True:
-        view = look()
+        view = look_at(reader)
         gone = 0 if view.state.is_running else gone + 1
         if gone in (0, GONE_LOOKS):
             print(plain_line(view), flush=True)
@@ -71,13 +67,13 @@ def _print_lines(look: "Look", refresh: float, once: bool) -> None:
         time.sleep(min(refresh, 1.0) if gone else refresh)
 
 
-def _draw(look: "Look", refresh: float, once: bool, screen: "Console") -> None:
+def _draw(reader: "RunReader", refresh: float, once: bool, screen: "Console") -> None:
     """Draw until the user leaves, or only once if nothing is running."""
     from rich.live import Live
 
-    from safetrain.watch.monitor import plain_line, screen_of
+    from safetrain.watch.monitor import look_at, plain_line, screen_of
 
-    view = look()
+    view = look_at(reader)
     if once or not view.state.is_running:
         screen.print(screen_of(view))
         return
@@ -85,7 +81,7 @@ def _draw(look: "Look", refresh: float, once: bool, screen: "Console") -> None:
         with Live(screen_of(view), console=screen, screen=True, refresh_per_second=1) as live:
             while True:
                 time.sleep(refresh)
-                view = look()
+                view = look_at(reader)
                 live.update(screen_of(view), refresh=True)
     finally:
         print_text(plain_line(view).replace("  ", "\n"))
