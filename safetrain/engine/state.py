@@ -43,7 +43,7 @@ from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.weight_files import ADAPTER_FILE, load_arrays, save_arrays
+from safetrain.engine.weight_files import ADAPTER_FILE, bytes_of, load_arrays, save_arrays
 
 RECORD_BYTES = 2**9  # of a record's line, at most
 START = Cursor(0, 0)
@@ -87,7 +87,7 @@ class TrainState:
 
 def size_of(model: BaseModel, optimizer: BlockOptimizer, records: int = 0) -> int:
     """Bytes of one checkpoint with so many new records."""
-    weights = sum(array.nbytes for array in adapter_weights(model).values())
+    weights = bytes_of(adapter_weights(model))
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
     return checkpoint_bytes(weights, moments) + RECORD_BYTES * records
 

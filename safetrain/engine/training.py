@@ -36,7 +36,7 @@ from safetrain.engine.run import TrainingRun, Watcher, open_run, save_best
 from safetrain.engine.state import RECORD_BYTES, TrainState, save_checkpoint, size_of
 from safetrain.engine.tuned import TunedModel, remember_best
 from safetrain.engine.update import measure, work_of
-from safetrain.engine.weight_files import ADAPTER_FILE
+from safetrain.engine.weight_files import ADAPTER_FILE, bytes_of
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
 REMEMBERED = 32  # updates whose losses a new loss is compared with
@@ -236,7 +236,7 @@ def _validate(run: TrainingRun) -> list[float]:
         raise TrainingError(f"The validation loss is not a number at step {state.step}.", got=str(loss), do=do)
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if ranks.writes:
-            size = sum(array.nbytes for array in adapter_weights(run.model).values())
+            size = bytes_of(adapter_weights(run.model))
             run.write(size, lambda: save_best(job, run.model))
             state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ PROBE_BYTES = 2**20  # written after a failure, to learn why
 SHARD_BYTES = 2**29  # size of one weight file, held in memory while it is written
 
 
+def bytes_of(arrays: Mapping[str, mx.array]) -> int:
+    """Bytes of all arrays together."""
+    return sum(array.nbytes for array in arrays.values())
+
+
 def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> None:
     """Write arrays by name. ``kind``: the library to name in the file's metadata.
 
@@ -49,7 +55,7 @@ def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> N
             raise
         path.unlink(missing_ok=True)
         path.write_bytes(b"\0" * PROBE_BYTES)  # raises the reason, such as a quota
-        is_full = shutil.disk_usage(path.parent).free < sum(array.nbytes for array in arrays.values())
+        is_full = shutil.disk_usage(path.parent).free < bytes_of(arrays)
         number = errno.ENOSPC if is_full else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
 
@@ -60,7 +66,7 @@ def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
     Lazy arrays are computed one by one, and only for the next file. Raises OSError.
     """
     shards, size = list[list[str]](), SHARD_BYTES
-    total, places = sum(value.nbytes for value in arrays.values()), dict[str, str]()
+    total, places = bytes_of(arrays), dict[str, str]()
     for name, value in arrays.items():
         if size + value.nbytes > SHARD_BYTES:
             shards.append([])

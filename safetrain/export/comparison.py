@@ -16,7 +16,7 @@ from safetrain.core.records.evaluation import Z95, ExportReport, Likeness
 from safetrain.engine.backend import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.tuned import DISCARD, NO_CHANGE, NO_EFFECT, TunedModel, sample_of
-from safetrain.engine.weight_files import adapter_arrays, apply_adapter
+from safetrain.engine.weight_files import adapter_arrays, apply_adapter, bytes_of
 
 HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
 MOST_TOKENS = 2**15  # of the rows compared
@@ -65,7 +65,7 @@ class ExportComparison:
         say(f"Loss and predictions are compared with the tuned model's on {count}.")
         say(HEADER)
         say(describe_likeness("base", files.static_bytes, 0.0, self._base, len(rows)))
-        size = files.static_bytes + sum(each.nbytes for each in adapter_arrays(job.adapter).values())
+        size = files.static_bytes + bytes_of(adapter_arrays(job.adapter))
         say(describe_likeness("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
     def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, ModelError | None]:

@@ -21,7 +21,7 @@ from safetrain.core.storage.files import full_disk_named, require_new, require_r
 from safetrain.engine.backend import set_limits
 from safetrain.engine.layers import ALL, dequantized
 from safetrain.engine.upstream.loading import copy_beside, errors_told, load, write_config
-from safetrain.engine.weight_files import adapter_arrays, save_shards
+from safetrain.engine.weight_files import adapter_arrays, bytes_of, save_shards
 from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
 
 MORE_BITS = 8  # if the base's own bits lose too much
@@ -70,7 +70,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     module, config, changes = open_to_merge(job.base, job.adapter)
     plan = plan_of(module, changes, bits)
     arrays = merged(module, changes, plan)
-    size = sum(value.nbytes for value in arrays.values())
+    size = bytes_of(arrays)
     do = "free some space, or choose a folder on another disk"
     require_room(job.out.parent, size, "There is too little disk space for the fused model.", do)
     folder.mkdir()

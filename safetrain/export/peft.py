@@ -19,7 +19,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import full_disk_named, json_object, require_new, write_folder, write_record
 from safetrain.engine.adapters import make_trainable, set_adapter_weights
 from safetrain.engine.model import BaseModel
-from safetrain.engine.weight_files import adapter_arrays, save_arrays
+from safetrain.engine.weight_files import adapter_arrays, bytes_of, save_arrays
 from safetrain.export.comparison import ExportComparison, ExportJob
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,7 +52,7 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
         model = job.open(job.base)
         write_peft(job.adapter, arrays, base_name, folder)
         open_peft(model, folder)
-        size = sum(value.nbytes for value in arrays.values())
+        size = bytes_of(arrays)
         report, refused = comparison.of(model, "exported adapter, reloaded", "peft", size)
         if refused is not None:
             raise refused
