@@ -22,7 +22,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
-from safetrain.core.storage.files import full_disk_named, replace_directory
+from safetrain.core.storage.files import full_disk_named, replace_directory, sha256_of
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
@@ -204,8 +204,7 @@ def _report(
 def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
 
 
