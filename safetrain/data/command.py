@@ -18,7 +18,7 @@ from safetrain.core.formatting import counted, print_text, printable
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
 from safetrain.data.files import rows_of
-from safetrain.data.findings import MOST_PLACES, SHOWN_PLACES, Findings, Place, Spot, require_kinds, summary
+from safetrain.data.findings import ERROR, MOST_PLACES, SHOWN_PLACES, Findings, Place, Spot, require_kinds, summary
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import Row, RowError
 from safetrain.data.tokenize import DataSettings, ReadRow
@@ -56,7 +56,7 @@ def report(paths: Sequence[Path], model: Path, settings: DataSettings, show_mask
     else:
         file = shlex.quote(str(paths[0])) if len(paths) == 1 and not paths[0].is_dir() else "FILE"
         _print(validation, model, file, show_mask=show_mask is not None)
-    return 1 if validation.has_errors else 0
+    return int(any(finding.severity == ERROR for finding in validation.findings))
 
 
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, drop: str, *, drop_bad: bool) -> int:

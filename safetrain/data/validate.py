@@ -27,7 +27,7 @@ from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.compare import RowFacts, compare
 from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import rows_of
-from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot
+from safetrain.data.findings import SHOWN_PLACES, WARNING, Findings, Spot
 from safetrain.data.folders import PLAIN, SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import RowError
@@ -57,10 +57,6 @@ class Validation:
     def findings(self) -> tuple[Finding, ...]:
         """The findings without their places."""
         return tuple(self.found)
-
-    @property
-    def has_errors(self) -> bool:
-        return any(finding.severity == ERROR for finding in self.findings)
 
     @property
     def report(self) -> DataReport:
