@@ -22,6 +22,7 @@ from safetrain.core.text.tokenizer import (
     PlainAnswers,
     Skeleton,
     TemplateError,
+    Tools,
     borders,
     common_prefix,
     skeleton_of,
@@ -169,7 +170,7 @@ class Turn:
     own_opening: str  # how this turn begins instead
 
 
-def written_by(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
+def written_by(template: ChatTemplate, chat: Chat, tools: Tools, *, prompt: bool = False) -> str | None:
     """Render a chat; None if the template refuses it."""
     try:
         return template.write(chat, tools, prompt=prompt)
@@ -184,7 +185,7 @@ class TurnFinder:
     template: ChatTemplate
     plain: PlainAnswers
     messages: Chat
-    tools: Sequence[Any] | None
+    tools: Tools
     placeholders: Sequence[Placeholder]
     skeleton: Skeleton
     openings: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # for each literal text before a turn

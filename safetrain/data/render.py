@@ -18,6 +18,7 @@ from safetrain.core.text.tokenizer import (
     PlainAnswers,
     Skeleton,
     TemplateError,
+    Tools,
     plain_answers,
     skeleton_of,
 )
@@ -28,7 +29,6 @@ KEPT = 4096  # layouts in the cache
 NOTHING_WRITTEN = "the chat template leaves out every answer"
 WORD = re.compile(r"\\u....|\\.|([a-z0-9]+)")  # words in lower-case JSON, without escapes
 Remark = tuple[str, str]  # a finding's id and detail
-Tools = Sequence[Any] | None
 
 
 class ChatForm(NamedTuple):
