@@ -12,21 +12,18 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import KEPT_BYTES, slices_head
 from safetrain.core.recorder import Phase
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.cpu.kernels import side_by_side
+from safetrain.engine.cpu.kernels import Given, side_by_side
 from safetrain.engine.layers import Trained
 from safetrain.engine.loss import ShardLoss, sliced_losses, through
 from safetrain.engine.model import OUTSIDE, BaseModel, Blocks, Call
 from safetrain.engine.upstream.adaptation import SplitModel
-
-Given = TypeVar("Given")
-Told = Callable[[int, Phase, Any], None]  # takes a group's first micro-batch, by number, an ended phase, and its values
 
 
 @dataclass
@@ -49,11 +46,16 @@ class BlockLoop:
         self.lowest = next((number for number, part in enumerate(self._trained) if part.arrays()), len(blocks.parts))
 
     def gradient(
-        self, loss: ShardLoss, update: Update, key_of: Callable[[Shard], mx.array], tell: Told
+        self,
+        loss: ShardLoss,
+        update: Update,
+        key_of: Callable[[Shard], mx.array],
+        tell: Callable[[int, Phase, Any], None],
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """Summed loss of an update, and the gradient of its mean loss per label, by the name of the trained array.
 
-        ``tell`` is called after each phase, and with GRADIENT before each group (values: None) and block (values: ()).
+        ``tell`` gets a group's first micro-batch, by number, a phase and its values. It is called after each phase, and
+        with GRADIENT before each group (values: None) and block (values: ()).
         """
         number, total, sums, before = 0, list[mx.array](), dict[str, mx.array](), self._blocks.pulse
         try:

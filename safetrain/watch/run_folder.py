@@ -10,7 +10,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -26,10 +26,8 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import damage_of, from_json
+from safetrain.core.storage.files import Kind, damage_of, from_json
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, KEPT, MARKER, POINTER, POSTMORTEM, RECORDER, UNFINISHED
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
