@@ -6,17 +6,11 @@ In pretraining, TokenWindows cut documents into rows of equal length.
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from safetrain.core.errors import DataError
-
-
-class Values(Protocol):
-    """Numbers in memory, or in a file that is read when they are sliced."""
-
-    def __getitem__(self, place: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +47,12 @@ class TokenRows:
     """The rows of a split. Lengths and label counts are in memory; tokens are read when they are needed."""
 
     def __init__(
-        self, ids: Values, trained: Values, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
+        self, ids: Any, trained: Any, starts: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray,
         numbers: np.ndarray | None = None, rows_per_pair: int = 1,
     ) -> None:  # fmt: skip
-        """``ids`` and ``trained`` have shape (tokens,); the others (rows,): each row's start, length and label count.
+        """``ids`` and ``trained`` have shape (tokens,): arrays, or numbers that slicing reads from a file.
+
+        The others have shape (rows,): each row's start, length and label count.
 
         ``numbers``: row numbers to show in messages; None: the indices. ``rows_per_pair`` is 2 for preference data: two
         rows in sequence, prompt with chosen and prompt with rejected answer, are a pair, stay together and have one
