@@ -26,7 +26,7 @@ from safetrain.core.records.evaluation import (
 )
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.core.text.words import words_of
-from safetrain.engine.loss import PairLoss, PairScores
+from safetrain.engine.loss import PairLoss
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
@@ -103,7 +103,10 @@ def evaluation_of(
     if pair_loss is not None:
         scores = [pair_loss.scores(-each, held_out.rows, -base.losses) for each in losses]
         losses, terms = (scores[0].losses, scores[1].losses), np.ones(len(labels) // 2, dtype=np.int64)
-        preference = preference_of(scores[1])
+        right, pairs = int(scores[1].sums[1]), len(terms)
+        margin = improvement(scores[1].margins, np.zeros(pairs), terms)
+        interval = wilson_interval(right, pairs)
+        preference = Preference(right / pairs, *interval, margin.nats_per_label, margin.plus_minus)
     for number in sorted(tuned.answers):
         question = held_out.questions[number]
         texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
@@ -126,13 +129,6 @@ def evaluation_of(
         worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
         preference=preference,
     )
-
-
-def preference_of(scores: PairScores) -> Preference:
-    """Accuracy and mean margin over pairs, with 95 % intervals."""
-    right, pairs = int(scores.sums[1]), len(scores.margins)
-    margin = improvement(scores.margins, np.zeros(pairs), np.ones(pairs, dtype=np.int64))
-    return Preference(right / pairs, *wilson_interval(right, pairs), margin.nats_per_label, margin.plus_minus)
 
 
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
