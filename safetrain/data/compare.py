@@ -39,7 +39,6 @@ NUMBERS = np.dtype([  # one record for each row
     ("endings", "u1"),
     ("rejected", "u8"),  # the rejected answer of a pair, or 0
 ])  # fmt: skip
-LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 COMMON_SHARE, LEAST_COMMON = 0.02, 20  # of all different texts, and in texts: a run that so many have is common
 MOST_TEXTS = 2_000_000  # with more, only exact duplicates are found
 MOST_CANDIDATES = 20_000_000  # the most pairs to compare
@@ -129,7 +128,7 @@ def compare(facts: RowFacts, parts: np.ndarray) -> None:
 
 def _overlaps(facts: RowFacts, parts: np.ndarray) -> None:
     """Find rows whose question, or nearly the same one, also occurs in an earlier split."""
-    for later, earlier in LATER_SPLITS:
+    for later, earlier in ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID)):
         rows, earlier_rows = (np.flatnonzero(parts == part) for part in (later, earlier))
         detail = f"question as a row in {SPLITS[earlier]}"
         checks = [

@@ -44,7 +44,6 @@ BINARY = re.compile(  # PDF, zip, pickle, safetensors, UTF-32
     rb"%PDF|PK\x03\x04|\x80[\x02-\x05]|.{5}\x00\x00\x00\{|\xff\xfe\x00\x00", re.DOTALL
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # many of these: a binary file that BINARY does not name
-SEPARATORS = (",", "\t", ";")
 NAME = re.compile(r"\w[\w.\-/ ]*")
 BEFORE = re.compile(r"\s*\[\s*(?P<end>\]\s*\Z)?")  # text before an array's first value
 AFTER = re.compile(r"\s*(?:,\s*|(?P<end>\]\s*\Z))")  # text after each value
@@ -125,7 +124,7 @@ def _separator(start: str, first: str, path: Path) -> str:
     """Find the separator of a table in its header; empty for JSON lines. Raises DataError if the file is neither."""
     is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes)
     scores = {}
-    for separator in SEPARATORS:
+    for separator in (",", "\t", ";"):
         names = [name.strip(' "') for name in first.split(separator)]
         usual_names = sum(name.casefold() in KNOWN_KEYS for name in names)
         if usual_names or is_named or (len(names) > 1 and all(map(NAME.fullmatch, names))):

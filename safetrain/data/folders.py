@@ -15,7 +15,6 @@ SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 PLAIN = (".txt", ".text", ".md")
 TOKENS = ".ds"
-PACKED = (".gz", ".zst")
 NOT_DATA = re.compile(  # datasets' metadata, and texts about the data
     r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow|(?:README|LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?"
 )
@@ -102,7 +101,7 @@ def suffix_of(path: Path) -> str:
 
 def _unpacked_name(path: Path) -> Path:
     name = Path(path.name.casefold())
-    return Path(name.stem) if name.suffix in PACKED else name
+    return Path(name.stem) if name.suffix in (".gz", ".zst") else name
 
 
 def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:

@@ -17,7 +17,6 @@ ROLE_NAMES = {  # other names of the roles, in lower case
     **dict.fromkeys(("observation", "ipython", "environment", "function_response", "tool_result"), "tool"),
     **dict.fromkeys(("tool_results", "tool_response", "tool_output", "function"), "tool"),
 }
-CALL_ROLES = ("function_call", "tool_call")
 WEIGHT_KEYS = ("weight", "loss_weight", "loss", "loss_scale", "train", "training", "train_on_turn", "trainable",
                "train_detail")  # fmt: skip
 MASK_KEYS = ("masked", "mask")  # torchtune's: true keeps a turn out of training
@@ -291,7 +290,7 @@ def _usual_turn(value: dict[str, Any], place: str) -> dict[str, Any]:
     if turn.get("function_call"):  # OpenAI, before tools
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
     name = str(turn.get("role")).strip().casefold()
-    if name in CALL_ROLES:
+    if name in ("function_call", "tool_call"):
         calls = parsed(turn.pop("content", None), place)
         turn |= {"role": "assistant", "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
     elif name in ROLE_NAMES:

@@ -18,7 +18,6 @@ NEAR_LIMIT = 0.95  # a process killed with this share of its limit ran out of me
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in the readings
 LITTLE_LEFT = 0.03  # share of the machine's memory; with less, it counts as full
 LAST_LINES = 20  # lines of stderr that are evidence; earlier ones were not the reason
-CRASHES = (SIGSEGV, SIGBUS, SIGABRT)
 CHECK_DISK = "copy your files to another disk, and check this one: it may be failing"
 SSH_FAILED = 255  # ssh(1), exit status
 JOIN_TIMEOUT = re.compile(r"Timeout \(\d+:\d\d:\d\d\)!")  # faulthandler, armed where ranks join (engine/ranks.py)
@@ -171,7 +170,7 @@ def _crashed(ending: Ending) -> Cause | None:
     if ending.return_code >= 0:
         return None
     name, passed_on = _name_of(-ending.return_code), ending.signal_passed_on
-    if -ending.return_code not in CRASHES:
+    if -ending.return_code not in (SIGSEGV, SIGBUS, SIGABRT):
         number = passed_on if passed_on in (0, SIGINT) else SIGTERM
         if not ending.began and ending.return_code == -number:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training began"

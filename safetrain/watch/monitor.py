@@ -24,7 +24,6 @@ from safetrain.watch.charts import points_of, rungs_of
 from safetrain.watch.progress import MEASURE, clock_text, describe_pairs, time_left, time_left_text
 from safetrain.watch.run_folder import Run, RunReader
 
-BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
 PHASES = {Phase.WAIT: "waiting for room on the disk", Phase.VERIFY: "checking the adapter"}  # where the name is no word
 STAGE_MODULE = re.compile(r"(safetrain\.)?stages\.\w+")
@@ -96,7 +95,7 @@ def look_at(reader: RunReader) -> MonitorView:
 def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
     """Return what the monitor shows of a run. ``stage``: from running_stage; ``available_bytes``: free memory."""
     state = state_of(run, stage)
-    is_before = state is State.STAGE and stage in BEFORE_TRAINING
+    is_before = state is State.STAGE and stage in ("validate_data", "preflight", "recommend_config")
     if is_before or is_starting(run):
         run = replace(run, flight=(), header=None)
     marks = [entry.event for entry in run.journal if isinstance(entry.event, Started | Begun)]

@@ -28,7 +28,6 @@ METHOD_BITS = {  # of other programs' formats that mlx-lm reads; the first four 
     **dict.fromkeys(("awq", "gptq", "bitnet", "compressed-tensors")), "modelopt": 4, "mxfp4": 4, "mxfp8": 8, "fp8": 8,
 }  # fmt: skip
 UNQUANTIZED = "fetch the unquantized model, or one from mlx-community: safetrain fetch HUB_ID"
-COMPANIONS = ("scales", "biases", "global_scale")
 FLOAT_BITS = {4 * 16: 4, 4 * 32: 4, 8 * 32: 8}  # by bits times group size: nvfp4, mxfp4, mxfp8
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, table 3
@@ -143,7 +142,7 @@ def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str
     result = []
     for tensor in headers:
         stem, _, kind = tensor.name.rpartition(".")
-        if stem in scales and kind in COMPANIONS:
+        if stem in scales and kind in ("scales", "biases", "global_scale"):
             tensor = dataclasses.replace(tensor, of_quantization=True)
         elif stem in scales and kind == "weight" and tensor.dtype == "U32":
             tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))

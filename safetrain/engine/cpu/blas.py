@@ -25,9 +25,7 @@ from typing import Any
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory
 
-GRAPH_WIDTH = 100_000
 SLEEP_AT_ONCE = "4"  # the shortest time that a waiting thread spins, as a power of two of cycles; by default 2^26
-CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13")
 
 _loaded: list[Any] = []  # the library, once it is loaded
 
@@ -48,12 +46,12 @@ def load_fast_blas() -> Blas:
     """
     if sys.platform != "linux":
         return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
-    if any(True for name in CUDA_WHEELS for _ in importlib.metadata.distributions(name=name)):
+    if any(True for name in ("mlx-cuda-12", "mlx-cuda-13") for _ in importlib.metadata.distributions(name=name)):
         return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
     if "mlx.core" in sys.modules:
         return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
     # mlx walks a graph depth first beyond this width: one stream would wait for another to end
-    os.environ.setdefault("MLX_BFS_MAX_WIDTH", str(GRAPH_WIDTH))
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "100000")
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SLEEP_AT_ONCE)  # OpenBLAS reads it when it is loaded
     try:
         _loaded.append(ctypes.CDLL(str(_renamed_openblas()), mode=ctypes.RTLD_GLOBAL))
