@@ -98,7 +98,9 @@ class _Watch:
             self._end_the_others(now)
             if self._end_others_at is None:
                 self._end_if_hung()
-                self._end_if_orphaned()
+                starter = self._starter
+                if starter and not self._signal and not (starter.is_running() and living_process(starter.pid)):
+                    self._end("orphan", ORPHAN_SECONDS)
 
     def drain(self, show: Callable[[Event], None]) -> None:
         """Show the events that were still in the pipes at the end."""
@@ -193,11 +195,6 @@ class _Watch:
             return overdue[0] if overdue else None
         all_wait = overdue and overdue == running
         return min(overdue, key=lambda rank: rank.heartbeat.overdue_seconds()) if all_wait else None
-
-    def _end_if_orphaned(self) -> None:
-        starter = self._starter
-        if starter and not self._signal and not (starter.is_running() and living_process(starter.pid)):
-            self._end("orphan", ORPHAN_SECONDS)
 
     def _end(self, reason: str, grace_seconds: float, rank: WatchedProcess | None = None) -> None:
         """Ask the processes to end because of ``rank``, and kill them after ``grace_seconds``."""
