@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 LOCK_FILE = Path("dvc.lock")
 EXITED = re.compile(r"failed to run: .*, exited with (-?\d+)", re.DOTALL)
 EXPERIMENT = re.compile(r"refs/exps/([0-9a-f]{2})/([0-9a-f]{38})/([^/]+)")
-MOST_SECONDS_TO_WAIT = 60.0
 LONGEST_NAME = 60  # letters, of an experiment
 
 
@@ -109,7 +108,7 @@ def wait_for_stages() -> None:
                 left.append(process)
     if left:
         print(f"waiting for a stage of another run to end (process {left[0].pid})", flush=True)
-    for process in psutil.wait_procs(left, MOST_SECONDS_TO_WAIT)[1]:
+    for process in psutil.wait_procs(left, 60.0)[1]:
         what = f"A stage of another run in this project is still running (process {process.pid})."
         raise AlreadyRunningError(what, do=f"wait until it ends, or end it: kill {process.pid}")
 

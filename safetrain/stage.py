@@ -38,7 +38,6 @@ COMMAND_LINE, OVERLAY = "the command line", "experiment"  # where a value comes 
 HELP, SHOW = ("-h", "--help"), ["--cfg", "job"]
 STAGE = "DVC_STAGE"  # environment variable of DVC
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)  # that the two let through
-BY_HAND = "DVC has not recorded this stage, which ran by hand; 'safetrain run' runs all and records them."
 USAGE = """safetrain stage STAGE [KEY=VALUE …]
 
 Values come from params.yaml, whose comments give the allowed values; the current ones are below. dvc.yaml lists
@@ -85,7 +84,7 @@ def _run(function: Callable[[Pipeline], None], words: list[str]) -> None:
         if os.environ.get(STAGE):
             require_same(config, composed(overrides), os.environ[STAGE])
         elif RUN not in os.environ and Path(sys.argv[0]).stem != "preflight":  # which has its own command
-            print(BY_HAND)
+            print("DVC has not recorded this stage, which ran by hand; 'safetrain run' runs all and records them.")
         return
     print(("" if known == SHOW else f"{USAGE}\n") + OmegaConf.to_yaml(config), end="")
 

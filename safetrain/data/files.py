@@ -29,7 +29,6 @@ from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
 from safetrain.data.rows import Row, RowError, load, object_of, parsed, said_of, shown, value_at
 
 Placed = tuple[Place, object]  # the place of a row, and its value, its RowError, or a document as a Row
-HEAD_BYTES = 64 * 1024
 MOST_ROW_BYTES = MOST_TEXT  # of a row in a file
 MOST_ARRAY = 2**30  # characters
 TOO_LONG = "a row is longer than 6 MiB, which is beyond any model's context"
@@ -103,7 +102,7 @@ def _texts(path: Path) -> Iterator[Placed]:
 def _start(path: Path) -> tuple[bytes, str]:
     """A file's first bytes, decompressed, and its encoding ("" for Parquet and Arrow); raises DataError if not text."""
     with _opened(path) as stream:
-        head = stream.read(HEAD_BYTES)
+        head = stream.read(64 * 1024)
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         return head, ""
     is_wide = head.startswith(WIDE)

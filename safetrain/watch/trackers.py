@@ -18,7 +18,6 @@ from safetrain.core.storage import paths
 from safetrain.watch.run_folder import Run
 
 FOLDER = paths.OUTPUT / "trackers"
-PROJECT = "safetrain"
 SCORES = ("base", "tuned", "improvement", "preference")  # parts of evaluation.json that are numbers
 
 
@@ -40,7 +39,7 @@ def export(run: Run) -> str:
         silent=True, console="off", x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
         x_save_requirements=False, disable_git=True, save_code=False, disable_job_creation=True,
     )  # fmt: skip
-    project = os.environ.get("WANDB_PROJECT") or PROJECT
+    project = os.environ.get("WANDB_PROJECT") or "safetrain"
     try:
         sent = wandb.init(project=project, config=settings, dir=str(folder), settings=private)
         for record in run.steps:

@@ -14,7 +14,6 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_record
 
 CHAT_FILE = "chat.json"
-LORA_DEFAULTS = {"scale": 1.0, "dropout": 0.0}
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
 MOST_RANK, MOST_ID = 2**14, 2**31  # more than any adapter or model has
 UNREADABLE, OWN_KIND = "The adapter's shape cannot be read", "it must be an adapter of safetrain or mlx-lm"
@@ -73,7 +72,7 @@ def lora_number(adapter: Path, name: str) -> float:
     """Read the scale or the dropout of an adapter; raises ModelError."""
     config = _configuration(adapter)
     with told(UNREADABLE, adapter, OWN_KIND):
-        number = float(config.get("lora_parameters", {}).get(name, LORA_DEFAULTS[name]))
+        number = float(config.get("lora_parameters", {}).get(name, {"scale": 1.0, "dropout": 0.0}[name]))
         if not math.isfinite(number):
             raise ValueError(f"its {name} is {number}")
         return number

@@ -26,10 +26,8 @@ from safetrain.core.storage.files import (
 
 MANIFEST = "manifest.json"
 KEPT_BESIDE = 2  # in addition to train.keep_checkpoints: the best checkpoint, and the one that is being written
-KEPT_SECONDS = 7 * 24 * 3600.0
 TEXT_BYTES = 2**20  # of a checkpoint: state.json, manifest and the headers of weight files
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
-GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 DIFFERENCES = {  # of a RunIdentity, in words
     "base_model": "base model or train.from_adapter",
     "training_rows": "training rows",
@@ -59,7 +57,7 @@ class RunIdentity:
         before, now = changed.get("num_epochs", (0, 0))
         is_longer = before < now and json.loads(self.settings)["max_steps"] is None
         same = dataclasses.replace(self, settings=other.settings) == other
-        return same and is_longer and changed.keys() <= GROWS_WITH_LENGTH
+        return same and is_longer and changed.keys() <= {"num_epochs", "warmup_steps", "eval_steps"}
 
     def _changed_settings(self, other: "RunIdentity") -> dict[str, tuple[Any, Any]]:
         """The settings that differ, with their values before and now."""
@@ -169,7 +167,7 @@ def mirror(source: Path, target: Path) -> None:
 def remove_old(kept: Path) -> None:
     """Remove what experiments have kept in ``kept`` that have not been trained for a week."""
     for folder in kept.iterdir() if kept.is_dir() else ():
-        if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+        if time.time() - folder.stat().st_mtime > 7 * 24 * 3600:
             shutil.rmtree(folder)
 
 
