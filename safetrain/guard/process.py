@@ -212,8 +212,7 @@ class WatchedProcess:
         self.memory = Sampler(settings.memory_limit_bytes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
-        if process.stdout is None:
-            raise RuntimeError("the process was started without a pipe")
+        assert process.stdout is not None, "the process was started without a pipe"
         self._readers = [
             threading.Thread(target=self.read_events, args=(events,), daemon=True),
             threading.Thread(target=self._read_stderr, args=(process.stdout,), daemon=True),
