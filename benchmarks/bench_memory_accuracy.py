@@ -90,16 +90,6 @@ class Compared:
         """The same of what the training says before it starts: the dry run, for the largest update of its own order."""
         return self.expected / self.measured - 1
 
-    @property
-    def time_error(self) -> float:
-        """The same of the time of the updates."""
-        return self.planned_seconds / self.seconds - 1
-
-    @property
-    def closed_form_error(self) -> float:
-        """The same of the closed form."""
-        return self.closed_form / self.measured - 1
-
 
 def main() -> None:
     """Plan, train, compare, and write the table; exit 1 where a training exceeds its budget."""
@@ -193,11 +183,11 @@ def row_of(name: str, found: list[Compared]) -> list[object]:
         100 * np.abs([each.dry_run_error for each in found]),
         100 * np.abs([each.expected_error for each in found]),
     ]
-    closed = 100 * np.array([each.closed_form_error for each in found])
+    closed = 100 * np.array([each.closed_form / each.measured - 1 for each in found])
     dry = [f"{value:.1f} %" for each in sizes for value in (each.mean(), each.max())]
     over = sum(each.process > each.budget for each in found)
     of_closed_form = [f"{np.abs(closed).mean():.1f} %", f"{closed.min():+.0f} %", f"{closed.max():+.0f} %"]
-    times = 100 * np.array([each.time_error for each in found])
+    times = 100 * np.array([each.planned_seconds / each.seconds - 1 for each in found])
     of_time = [f"{np.abs(times).mean():.0f} %", f"{times[np.abs(times).argmax()]:+.0f} %"]
     return [name, len(found), *dry, *of_closed_form, over, *of_time]
 
