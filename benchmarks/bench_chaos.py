@@ -39,18 +39,14 @@ def main() -> None:
         reference = make_reference(project)
         say("the training that nobody kills is made, twice alike")
         ground = Ground(project, reference, folder)
-        endings = stage_all(of_ranks(ground) if asked.ranks else deaths(ground), say)
+        of_ranks = (through_mlx_launch(ground, rank) for rank in range(RANKS))  # started as on several machines
+        endings = stage_all(of_ranks if asked.ranks else deaths(ground), say)
         least = asked.kills or (60 if asked.ranks else 200)
         outcomes = run_chains(project, reference, least, asked.seed, say, RANKS if asked.ranks else 1)
     wrong = [f"{o.text}: {'; '.join(o.faults)}" for o in outcomes if o.faults]
     wrong += [f"{e.what}: {'; '.join(e.faults)}" for e in endings if e.faults]
     write_tables(outcomes, endings, wrong, asked.seed, ranks=asked.ranks)
     sys.exit(bool(wrong))
-
-
-def of_ranks(ground: Ground) -> Iterator[Ending]:
-    """Each of two ranks is killed, started as on several machines."""
-    yield from (through_mlx_launch(ground, rank) for rank in range(RANKS))
 
 
 def stage_all(endings: Iterator[Ending], say: Callable[[str], None]) -> list[Ending]:
