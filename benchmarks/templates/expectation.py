@@ -52,7 +52,8 @@ def answers(conversation: Conversation, template: Template, model: Model) -> lis
         more = [template.write(form) for form in every if not form.asked]
         least = _worth(conversation, chosen[0])
         chosen += [one for one in more if not one.refused and _worth(conversation, one) < least]
-    return [_answer(conversation, written, template, model) for written in _distinct(chosen)]
+    distinct = {(written.text, written.complaint): written for written in chosen}.values()
+    return [_answer(conversation, written, template, model) for written in distinct]
 
 
 def losses(conversation: Conversation, written: Written) -> list[Finding]:
@@ -81,10 +82,6 @@ def _worth(conversation: Conversation, written: Written) -> tuple[bool, int, int
         places = [written.text.find(call.value) for turn in conversation.turns for call in turn.calls]
         twice = sum(len(ENCODED_TWICE.findall(written.text[max(at - 60, 0) : at])) for at in places if at >= 0)
     return written.refused or PYTHON in written.text, fatal, len(lost) - fatal, twice
-
-
-def _distinct(candidates: list[Written]) -> list[Written]:
-    return list({(written.text, written.complaint): written for written in candidates}.values())
 
 
 def _lost_of(turn: Turn, text: str) -> Iterator[Finding]:
@@ -136,7 +133,8 @@ def _cause(conversation: Conversation) -> str:
 def _answer(conversation: Conversation, written: Written, template: Template, model: Model) -> Answer:
     lost = losses(conversation, written)
     if written.refused or any(finding.ids <= ERRORS for finding in lost):
-        told = frozenset[str]().union(*(_beside(finding) for finding in lost))
+        told = frozenset({"STOP-MISSING", "THINKING-EMPTY", "NO-LABELS"})  # beside the reason
+        told = told.union(*(finding.ids - {"TEMPLATE-REFUSES"} for finding in lost))
         return Answer(written, (), tuple(finding for finding in lost if finding.ids <= ERRORS), told)
     turns = tuple(expected_turns(conversation, written, template, model))
     required = [*lost]
@@ -144,9 +142,3 @@ def _answer(conversation: Conversation, written: Written, template: Template, mo
         required.append(Finding(frozenset({"THINKING-EMPTY"})))
     permitted = {"THINKING-EMPTY"} if any(turn.may_think_empty for turn in turns) else set()
     return Answer(written, turns, tuple(required), frozenset(permitted))
-
-
-def _beside(finding: Finding) -> frozenset[str]:
-    """What may be told of a row that cannot be trained, beside the reason."""
-    spans = {"STOP-MISSING", "THINKING-EMPTY", "NO-LABELS"}
-    return frozenset(spans | (finding.ids - {"TEMPLATE-REFUSES"}))
