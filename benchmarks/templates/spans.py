@@ -86,7 +86,8 @@ class Prompt:
 
 def expected_turns(conversation: Conversation, written: Written, template: Template, model: Model) -> list[Expected]:
     """What is to be trained of every turn whose words were written."""
-    boundaries = token_boundaries(template, written.text)
+    encoding = template.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
+    boundaries = sorted({start for start, _ in encoding["offset_mapping"]} | {len(written.text)})
     prompts = _prompts(conversation, written, template, model.family)
     turns, before = [], len(model.bos or "") * written.text.startswith(model.bos or " ")
     for number, (index, turn) in enumerate(_assistants(conversation)):
@@ -119,12 +120,6 @@ def _prompts(conversation: Conversation, written: Written, template: Template, f
 def words_of(turn: Turn) -> list[str]:
     """Every word by which a turn is known."""
     return [word for word in (turn.answer, turn.thinking, *(call.value for call in turn.calls)) if word]
-
-
-def token_boundaries(template: Template, text: str) -> list[int]:
-    """The places where tokens begin."""
-    offsets = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return sorted({start for start, _ in offsets} | {len(text)})
 
 
 def _assistants(conversation: Conversation) -> Iterator[tuple[int, Turn]]:
@@ -167,7 +162,8 @@ def _expected(text: str, place: Place, prompt: Prompt, model: Model, boundaries:
     unasked = prompt.length is not None and prompt.length < place.header  # the prompt ends before the header
     first, last = min(prompt.length or place.header, place.header) if unasked else given, given
     if differs:
-        first, last = place.header, max(_fixed(text, place), _floor(boundaries, given))
+        fixed = NO_THINKING.match(text, place.header)  # before every answer of a model that was not to think
+        first, last = place.header, max(fixed.end() if fixed else place.header, _floor(boundaries, given))
     if not prompt.question:  # nobody is asked for such an answer: what stands before its text may count as its header
         last = max(last, place.content)
     whole = Piece(_begins(text, first, last, boundaries), ends)
@@ -186,13 +182,9 @@ def _ways(text: str, whole: Piece, final: int, model: Model) -> Iterator[tuple[P
         return
     yield (whole,)
     if family.between and (breaks := list(re.finditer(family.between, text[begin:final]))):
-        yield _interrupted(whole, [(begin + one.start(), begin + one.end()) for one in breaks])
-
-
-def _fixed(text: str, place: Place) -> int:
-    """The end of the end of thinking that the template writes before every answer of a model that was not to think."""
-    fixed = NO_THINKING.match(text, place.header)
-    return fixed.end() if fixed else place.header
+        begins = [whole.begins, *((begin + one.end(),) for one in breaks)]
+        ends = [*((End(begin + one.start()),) for one in breaks), whole.ends]
+        yield tuple(Piece(*piece) for piece in zip(begins, ends, strict=True))  # without these role openings
 
 
 def _floor(boundaries: list[int], place: int) -> int:
@@ -248,10 +240,3 @@ def _around(text: str, whole: Piece, start: int, end: int, model: Model) -> tupl
     """The two pieces of a turn in whose middle the template writes another message."""
     stop = next((stop for stop in model.all_stops if text.startswith(stop, start)), "")
     return Piece(whole.begins, (End(start + len(stop)),)), Piece((end,), whole.ends)
-
-
-def _interrupted(whole: Piece, breaks: list[tuple[int, int]]) -> tuple[Piece, ...]:
-    """The turn in pieces, without the role openings that the template writes in its middle."""
-    begins = [whole.begins, *((end,) for _, end in breaks)]
-    ends = [*((End(start),) for start, _ in breaks), whole.ends]
-    return tuple(Piece(*piece) for piece in zip(begins, ends, strict=True))
