@@ -12,15 +12,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_640,
-    "program tokens": 189_420,
+    "program lines": 24_600,
+    "program tokens": 189_000,
     "program files": 122,
     "files under 60 lines": 8,
     "dataclasses": 133,
     "helper modules with one importer": 12,
     "keys of params.yaml": 57,
-    "test lines": 18_260,
-    "benchmark, tool and recipe lines": 7_520,
+    "test lines": 18_310,
+    "benchmark, tool and recipe lines": 7_480,
     "docs words": 25_200,
 }
 SMALL_LINES = 60
