@@ -2,13 +2,14 @@
 
 import fcntl
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.errors import AlreadyRunningError
+from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import MAC_CACHE
 
 FOLDER_LOCK = ".training.lock"
@@ -70,11 +71,18 @@ def is_held(path: Path) -> bool:
 def locked(path: Path, what: str = TRAINING) -> Iterator[int]:
     """Hold one lock; raises AlreadyRunningError, whose message begins with ``what``, if another process has it.
 
-    Raises OSError, and writes nothing, if another user has put a link, a pipe or a file in its place.
+    Raises MachineError, and writes nothing, if another user has put a link or file in its place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPENED, 0o600)  # writable, as network file systems require
+    try:  # writable, as network file systems require
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPENED, 0o600)
+    except OSError as error:
+        if not os.path.lexists(path):  # the folder is at fault
+            raise
+        raise _not_ours(path, os.strerror(error.errno or 0)) from None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _not_ours(path, "no regular file")
         if not _locks(descriptor, fcntl.LOCK_EX, PROBE_SECONDS):
             raise _running(path, what)
         os.ftruncate(descriptor, 0)
@@ -82,6 +90,11 @@ def locked(path: Path, what: str = TRAINING) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _not_ours(path: Path, got: str) -> MachineError:
+    what = "The lock of this user's training runs cannot be acquired."
+    return MachineError(what, where=str(path), got=got, do="remove that file")
 
 
 def _running(path: Path, what: str = TRAINING) -> AlreadyRunningError:

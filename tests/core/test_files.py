@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.errors import AlreadyRunningError, DiskError, DiskFullError, EngineError, ModelError, SafetrainError
+from safetrain.core.errors import (
+    AlreadyRunningError,
+    DiskError,
+    DiskFullError,
+    EngineError,
+    MachineError,
+    ModelError,
+    SafetrainError,
+)
 from safetrain.core.lock import lock_path, require_no_training, training_lock
 from safetrain.core.records.run_state import MANIFEST, Checkpoint, fault_of, name_of, to_prune, write_manifest
 from safetrain.core.signals import user_error_of
@@ -99,12 +107,12 @@ def test_what_somebody_else_put_under_the_lock_s_name_is_refused_and_not_written
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     (tmp_path / ".training.lock").symlink_to(precious)
-    with pytest.raises(OSError, match="lock"), training_lock(tmp_path):
+    with pytest.raises(MachineError, match="lock"), training_lock(tmp_path):
         pass
     assert precious.read_text() == "thesis"
     (tmp_path / ".training.lock").unlink()
     os.mkfifo(tmp_path / ".training.lock")
-    with pytest.raises(OSError, match="Invalid argument"), training_lock(tmp_path):
+    with pytest.raises(MachineError, match="no regular file"), training_lock(tmp_path):
         pass
 
 
