@@ -170,7 +170,8 @@ def require_kinds(where: str, names: Iterable[str]) -> None:
     """Raise ConfigError for a name that is not a kind of finding."""
     unknown = ", ".join(name for name in names if name not in KINDS)
     if unknown:
-        raise ConfigError(f"{where}: unknown finding {unknown}.", expected=f"one of {', '.join(sorted(KINDS))}")
+        expected = f"one of {', '.join(sorted(KINDS))}"
+        raise ConfigError(f"{where}: unknown finding {unknown}.", expected=expected, do="correct the name, or remove it")
 
 
 @dataclass

@@ -51,6 +51,9 @@ def data_files_of(source: Path, *, documents: bool = False) -> DataFiles:
     if source.is_file():
         _require_whole("train", [_file(source, source.parent)])
         return DataFiles(("train",), (source,))
+    if (source / "mix.yaml").is_file():  # earlier versions read it
+        do = "write the rows of all parts into one train.jsonl, and remove mix.yaml"
+        raise DataError("Data sets are not mixed by a mix.yaml.", where=str(source / "mix.yaml"), do=do)
     rows = _files_in(source, SUFFIXES)
     texts = _files_in(source, PLAIN) if documents and not any(file.split == "train" for file in rows) else []
     if texts:
@@ -89,9 +92,16 @@ def named_files(paths: Sequence[Path], *, documents: bool) -> DataFiles:
 
 
 def corpus_of(source: Path) -> list[tuple[str, Path]]:
-    """Find the token files of ``source``, each with its split; files not named after a split belong to train."""
-    files = [(file.split or "train", file.path) for file in _files_in(source, (TOKENS,))]
-    return sorted(files, key=lambda pair: SPLITS.index(pair[0]))
+    """Find the token files of ``source``, each with its split; files not named after a split belong to train.
+
+    Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
+    """
+    files = _files_in(source, (TOKENS,))
+    unnamed = [file.path for file in files if not file.split]
+    if unnamed and any(file.split == "train" for file in files):
+        what, do = "Some token files are named train, others are not.", "put all training files in a folder named train"
+        raise DataError(what, where=str(unnamed[0]), do=do)
+    return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
 
 
 def suffix_of(path: Path) -> str:
@@ -113,7 +123,7 @@ def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield files that are not hidden, shard 2 before 10; raises DataError for links, unless to files."""
+    """Yield files that are not hidden, shard 2 before 10; raises DataError for pipes, and for links unless to files."""
     try:
         there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -122,9 +132,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise DataError(what, where=folder, do=do) from None
     inside = sorted(there, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(20), path.name))
     for path in inside:
-        if path.is_symlink() and not path.is_file():
-            what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
-            do = f"remove it, or set {override('data.path', path.resolve())}"
+        if not path.is_file() and (path.is_symlink() or not path.is_dir()):
+            what, do = "A pipe or a device lies in the data folder.", "remove it"
+            if path.is_symlink():
+                what = "A link in the data folder is broken, or points to a folder, in which DVC sees no changes."
+                do += f", or set {override('data.path', path.resolve())}"
             raise DataError(what, where=path, do=do)
     yield from (path for path in inside if path.is_file())
     for path in inside:

@@ -70,7 +70,9 @@ def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
     rows, heads, width, size = queries.shape
     more = 0 if mx.metal.is_available() else -width % CUDA_WIDTH
     if values.shape[-1] == size and has_gradient_kernel(width + more, size, queries.dtype):
-        queries, keys, values = (mx.pad(part, [(0, 0), (0, 0), (0, more), (0, 0)]) for part in (queries, keys, values))
+        if more:  # without any, mlx copies too
+            padding = [(0, 0), (0, 0), (0, more), (0, 0)]
+            queries, keys, values = (mx.pad(part, padding) for part in (queries, keys, values))
         step = rows
         if mx.metal.is_available():
             step = max(1, MOST_METAL_BYTES // metal_row_bytes(heads, width, queries.itemsize))

@@ -187,10 +187,15 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
 
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
-    """Read the ladder of a run; None if it was made for other settings or for a smaller memory limit."""
+    """Read the ladder of a run; None if it was made for other settings or for a smaller memory limit.
+
+    What follows from the machine may have been measured differently since.
+    """
     ladder = read_or_none(output / LADDER, Ladder)
-    is_same = ladder is not None and ladder.asked == settings and limit_bytes <= ladder.limit_bytes
-    return ladder if is_same else None
+    if ladder is None or limit_bytes > ladder.limit_bytes:
+        return None
+    measured = {name: getattr(ladder.asked, name) for name in ("threads", "labels_at_once", "padding_tokens")}
+    return ladder if ladder.asked == replace(settings, **measured) else None
 
 
 def next_settings(settings: TrainSettings, *, quantized: bool, loading: bool = False) -> TrainSettings | None:

@@ -68,6 +68,9 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
     report = validate(tmp_path / "corpus", tmp_path / "out")
     assert [rows_of(tmp_path / "out", split) for split in SPLITS] == [*parts]
     assert report.split == "using the given train, valid and test files"
+    write_ds(tmp_path / "corpus/more.ds", DOCUMENTS[:3])
+    with pytest.raises(DataError, match="others are not"):
+        corpus_of(tmp_path / "corpus")
     (tmp_path / "corpus/around").symlink_to(tmp_path / "corpus")
     with pytest.raises(DataError, match="points to a folder"):
         corpus_of(tmp_path / "corpus")

@@ -362,6 +362,7 @@ def test_one_shard_of_several_is_not_taken_for_the_whole(tmp_path: Path, name: s
     (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
     (["train.jsonl", "more -> ../set"], r"points to a folder(.|\n)*data\.path="),
     (["train.jsonl", "more -> nowhere"], "is broken"),
+    (["train.jsonl", "mix.yaml"], "one train.jsonl"),
     (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
 ])  # fmt: skip
 def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
