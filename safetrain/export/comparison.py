@@ -68,26 +68,25 @@ class ExportComparison:
         size = files.static_bytes + bytes_of(adapter_arrays(job.adapter))
         say(describe_likeness("base and adapter", size, 1.0, self._tuned.own, len(rows)))
 
-    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> ExportReport:
-        """Compare a written model; raises ModelError if it loses too much."""
-        job, tuned, rows = self._job, self._tuned, self._tuned.rows
+    def of(self, model: BaseModel, name: str, kind: str, size_bytes: int) -> tuple[ExportReport, ModelError | None]:
+        """Compare a written model; returns its report, and the error if it loses too much."""
+        job, tuned, rows, refused = self._job, self._tuned, self._tuned.rows, None
         likeness = tuned.likeness_of(model)
         share = kept_share(self._base, tuned.own, likeness)
-        why = refusal(share, likeness, job.may_lose)
-        self._say(describe_likeness(name, size_bytes, share, likeness, len(rows), why or "passes"))
-        if why:
-            raise ModelError(
+        if why := refusal(share, likeness, job.may_lose):
+            refused = ModelError(
                 f"The export does not keep the improvement: in {kind}, it {why}.",
                 where=job.out,
                 expected=f"at least {100 * (1 - job.may_lose):g} % of the improvement kept",
                 got=f"{100 * share:.1f} %",
                 do="choose more bits (--type bf16 or f16; fuse without --bits), or accept the loss: --may-lose 100",
             )
+        self._say(describe_likeness(name, size_bytes, share, likeness, len(rows), why or "passes"))
         form, base = read_prompt_format(job.adapter), str(job.base)
         return ExportReport(
             kind, size_bytes, base, self._files.fingerprint, fingerprint(job.adapter), len(rows), len(tuned.keys),
             self._base, tuned.own, likeness, share, form.stop_ids if form else (),
-        )  # fmt: skip
+        ), refused  # fmt: skip
 
 
 def require_memory(size: int, what: str, do: str) -> None:

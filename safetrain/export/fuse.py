@@ -46,22 +46,19 @@ def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = 
         comparison = ExportComparison(job, files, say)
         for each in order:
             shutil.rmtree(folder)
-            gc.collect()  # the model before this one
             name = "float" if each == FLOAT else f"{each or own} bits"
             size = write_fused(job, each, folder)
             do = "close other programs, or keep base and adapter separate"
             require_memory(size, f"the fused model ({name})", do)
             set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
-            model = job.open(folder)
-            try:
-                reports.append(comparison.of(model, name, name, size))
-            except ModelError:
-                if each == order[-1]:
-                    raise
-                del model
-                continue
-            write_record(folder / REPORT, reports[0])
-            return
+            report, refused = comparison.of(job.open(folder), name, name, size)
+            gc.collect()
+            if refused is None:
+                write_record(folder / REPORT, report)
+                reports.append(report)
+                return
+            if each == order[-1]:
+                raise refused
 
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         write_folder(job.out, write)

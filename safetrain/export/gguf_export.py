@@ -117,7 +117,10 @@ def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None])
         module, dequantize = rebuilt(config, dict(arrays_in(path, parts))), dequantize_to_answer(files)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=job.compute_dtype)
     model, name = BaseModel(module, frozenset(), *adapt(module)), f"{job.out.name} ({kind})"
-    return comparison.of(model, name, kind, path.stat().st_size)
+    report, refused = comparison.of(model, name, kind, path.stat().st_size)
+    if refused is not None:
+        raise refused
+    return report
 
 
 def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, size: int) -> None:

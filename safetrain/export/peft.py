@@ -53,7 +53,9 @@ def export_peft(job: ExportJob, base_name: str, say: Callable[[str], None]) -> E
         write_peft(job.adapter, arrays, base_name, folder)
         open_peft(model, folder)
         size = bytes_of(arrays)
-        report = comparison.of(model, "exported adapter, reloaded", "peft", size)
+        report, refused = comparison.of(model, "exported adapter, reloaded", "peft", size)
+        if refused is not None:
+            raise refused
         reports.append(report)
         write_record(folder / EXPORT_REPORT, report)
 
