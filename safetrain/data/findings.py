@@ -171,7 +171,9 @@ def require_kinds(where: str, names: Iterable[str]) -> None:
     unknown = ", ".join(name for name in names if name not in KINDS)
     if unknown:
         expected = f"one of {', '.join(sorted(KINDS))}"
-        raise ConfigError(f"{where}: unknown finding {unknown}.", expected=expected, do="correct the name, or remove it")
+        raise ConfigError(
+            f"{where}: unknown finding {unknown}.", expected=expected, do="correct the name, or remove it"
+        )
 
 
 @dataclass
