@@ -16,12 +16,12 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said, open
 from safetrain.core.formatting import describe_proof
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Phase, Recorder
-from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, proof_passes, start_csv
+from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, csv_of, proof_passes
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.results import publish
 from safetrain.core.signals import StopRequest, stop_on_signal, user_error_of
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import from_json, read_record, with_traceback, write_record
+from safetrain.core.storage.files import from_json, read_record, with_traceback, write_record, write_text
 from safetrain.core.storage.paths import JOB, RECORDER, UNFINISHED, rank_folder
 from safetrain.engine.child_process import limit_memory, set_up_child
 from safetrain.engine.cpu.blas import Blas, load_fast_blas
@@ -125,7 +125,7 @@ def _watcher(job: Job, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
         metrics.with_name(paths.SUMMARY.name).unlink(missing_ok=True)
-        start_csv(metrics, records)
+        write_text(metrics, csv_of(records))
         words, bits = describe(job, recorder.predicted_peak_bytes), job.bits_per_byte_of_nat
         passes = proof_passes(job.tokens, job.rows.valid.tokens)
         pipe.send(Begun(job.updates, resumed_from_step, words, job.settings.eval_steps, passes, bits))

@@ -18,9 +18,10 @@ from safetrain.core.formatting import describe_proof
 from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.adapter_files import PromptFormat, read_prompt_format
 from safetrain.core.records.evaluation import Likeness
-from safetrain.core.records.metrics import LEAST_PROVED, Proof, StepRecord, append_csv, parse_csv, start_csv
+from safetrain.core.records.metrics import LEAST_PROVED, Proof, StepRecord, append_csv, csv_of, parse_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings, identity_of
+from safetrain.core.storage.files import write_text
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import cores, use_threads
 from safetrain.engine.job import Job
@@ -61,7 +62,7 @@ def run(
         return 2 if steps and steps[-1].step == stop_at else 0
 
     recorder = Recorder(job.output / "recorder.bin")
-    result = train(job, Watcher(lambda old, *_: start_csv(log, old), record, stop or stopped, recorder, say))
+    result = train(job, Watcher(lambda old, *_: write_text(log, csv_of(old)), record, stop or stopped, recorder, say))
     assert result is not None
     return result
 

@@ -22,9 +22,10 @@ import numpy as np  # noqa: E402
 from safetrain.core.data.training_rows import Cursor  # noqa: E402
 from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
 from safetrain.core.recorder import Recorder, read_flight  # noqa: E402
-from safetrain.core.records.metrics import append_csv, start_csv  # noqa: E402
+from safetrain.core.records.metrics import append_csv, csv_of  # noqa: E402
 from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
+from safetrain.core.storage.files import write_text  # noqa: E402
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights  # noqa: E402
 from safetrain.engine.batches import BatchLayout, update_at  # noqa: E402
 from safetrain.engine.job import Job  # noqa: E402
@@ -52,7 +53,9 @@ def watcher_in(folder: Path, rank: int, stop_at: int | None = None) -> Watcher:
     def stop() -> int:
         return signal.SIGINT if stop_at is not None and recorder_step(folder, rank) >= stop_at else 0
 
-    return Watcher(lambda old, *_: start_csv(log, old), lambda records: append_csv(log, records[-1]), stop, recorder)
+    return Watcher(
+        lambda old, *_: write_text(log, csv_of(old)), lambda records: append_csv(log, records[-1]), stop, recorder
+    )
 
 
 def recorder_step(folder: Path, rank: int) -> int:

@@ -16,12 +16,12 @@ from safetrain.core.postmortem import PostMortem
 from safetrain.core.recorder import Edge, Phase, Recorder, RunMarker, Work, boot_id
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, PartLoss, Sample, Score
-from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, start_csv
+from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, csv_of
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest
 from safetrain.core.records.settings import DryRun, Recommendation, Rung, Shape, TrainJob, TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_record
+from safetrain.core.storage.files import write_record, write_text
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from tests.support.settings import SETTINGS
 
@@ -99,7 +99,7 @@ def make_run(
     machine = Machine("Linux", "x86_64", "3.11", "chip", 2, "cpu", "", "0.32", "0.32", 16 * GIB, 8 * GIB)
     write_record(folder / paths.MACHINE, machine)
     write_record(folder / paths.RECOMMENDED_CONFIG, PLAN)
-    start_csv(folder / paths.METRICS_CSV, steps())
+    write_text(folder / paths.METRICS_CSV, csv_of(steps()))
     write_record(folder / paths.SUMMARY, dataclasses.replace(SUMMARY, **{**vars(settings), **outcome}))
     measured = found or evaluation((sample("What is it?"),))
     write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=(fingerprint(adapter),)))
@@ -184,7 +184,7 @@ class RecordedRun:
         for phase in (Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME):
             with self.recorder.phase(phase):
                 pass
-        start_csv(self.output / paths.METRICS_CSV.name, [])
+        write_text(self.output / paths.METRICS_CSV.name, csv_of([]))
         self.journal.write(Begun(TOTAL, 0, "training on 160 rows", 10, 2.0))
         self.record(0, 2.7)
 

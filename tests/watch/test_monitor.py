@@ -19,9 +19,9 @@ from rich.console import Console
 from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, Started
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.metrics import StepRecord, start_csv
+from safetrain.core.records.metrics import StepRecord, csv_of
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none, write_record
+from safetrain.core.storage.files import read_or_none, write_record, write_text
 from safetrain.core.storage.paths import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, plain_line, rows_of, running_stage, screen_of, view_of
 from safetrain.watch.progress import TrainProgress, time_left, time_left_text
@@ -220,7 +220,7 @@ def test_a_plain_line_is_one_line_and_looking_changes_nothing(running: Path) -> 
         return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(running.rglob("*"))}
 
     last = dataclasses.replace(read_run(running).steps[-1], grad_norm=float("nan"))
-    start_csv(running / paths.METRICS_CSV.name, [last])
+    write_text(running / paths.METRICS_CSV.name, csv_of([last]))
     before, reader = state(), RunReader(running)
     for _ in range(3):
         view = view_of(reader.read())

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.records.metrics import start_csv
+from safetrain.core.records.metrics import csv_of
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_text
 from safetrain.watch.run_folder import read_run
 from safetrain.watch.trackers import FOLDER, export
 from tests.conftest import ROOT
@@ -26,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     make_run(tmp_path, found=evaluation((sample(ROW),)))
-    start_csv(paths.METRICS_CSV, steps(3))
+    write_text(paths.METRICS_CSV, csv_of(steps(3)))
     return tmp_path
 
 

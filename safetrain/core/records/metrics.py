@@ -8,7 +8,6 @@ from typing import Any
 
 from safetrain.core.records.evaluation import Likeness
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import write_text
 
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens in an adapter check; trained tokens for each
 
@@ -96,11 +95,6 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     def mlx_limit_bytes(self) -> int:
         """mlx's memory limit: the larger of the measured and predicted peaks (a resumed run may measure too little)."""
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
-
-
-def start_csv(path: Path, records: list[StepRecord]) -> None:
-    """Write the header and the records so far atomically."""
-    write_text(path, csv_of(records))
 
 
 def csv_of(records: Sequence[StepRecord], *, head: bool = True) -> str:
