@@ -187,10 +187,7 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
 
 
 def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladder | None:
-    """Read the ladder of a run; None if it was made for other settings or for a smaller memory limit.
-
-    What follows from the machine may have been measured differently since.
-    """
+    """Read the ladder of a run; None if it was made for other settings, measured ones apart, or a smaller limit."""
     ladder = read_or_none(output / LADDER, Ladder)
     if ladder is None or limit_bytes > ladder.limit_bytes:
         return None

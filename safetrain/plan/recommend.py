@@ -199,9 +199,7 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         rate, why = learning_rate_for(fit)
     is_fewer = measured is not None and measured.threads not in (None, usable_cores())
     reasons["threads"] = f"{'fewer were clearly faster' if is_fewer else 'all cores of a CPU'}, or {THREADS}"
-    reasons["padding_tokens"] = "as costly as another micro-batch; a CPU pads hardly any rows"
-    if measured and not fit.on_cpu:
-        reasons["padding_tokens"] = "measured: as costly as another micro-batch"
+    reasons["padding_tokens"] = "as costly as another micro-batch: timed on a GPU; a CPU pads hardly any rows"
     reasons["learning_rate"] = why
     steps, sizes = _intervals(question, fit, updates, reasons, measured), _evaluated(question, fit, updates, reasons)
     steps["threads"] = measured.threads if measured else None

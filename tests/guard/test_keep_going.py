@@ -308,6 +308,8 @@ def written(output: Path) -> Ladder:
 def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_path: Path) -> None:
     ladder = written(tmp_path)
     assert read_ladder(tmp_path, settings(), LIMIT) == read_ladder(tmp_path, settings(), LIMIT // 2) == ladder
+    anew = dataclasses.replace(settings(), labels_at_once=128, padding_tokens=512, threads=1)
+    assert read_ladder(tmp_path, anew, LIMIT) == ladder, "the machine was measured anew"
     others = ((settings(), LIMIT + 1), (settings(2), LIMIT), (settings(length=256), LIMIT))
     assert [read_ladder(tmp_path, *other) for other in others] == [None, None, None]
     assert read_ladder(tmp_path / "elsewhere", settings(), LIMIT) is None

@@ -19,7 +19,7 @@ CEILINGS = {
     "dataclasses": 133,
     "helper modules with one importer": 12,
     "keys of params.yaml": 57,
-    "test lines": 18_310,
+    "test lines": 18_330,
     "benchmark, tool and recipe lines": 7_480,
     "docs words": 25_200,
 }
