@@ -92,7 +92,9 @@ def update_ms(trick: str) -> float:
     lora = LoraSettings(8, 2.0, 0.0, HEAD_BLOCKS if many else BLOCKS, (ALL_LINEAR,))
     settings = dataclasses.replace(SMALLEST, batch_size=ROWS, max_seq_length=TOKENS, lora=lora)
     labels = FEWEST_LABELS if trick == "chunk" else MANY_LABELS
-    model = dataclasses.replace(open_skeleton({**CONFIG, **head}), labels_at_once=labels)
+    model = open_skeleton({**CONFIG, **head})
+    assert model.split is not None
+    model = dataclasses.replace(model, split=dataclasses.replace(model.split, labels_at_once=labels))
     gradients, optimizer = equip(model, settings), optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.parameters(), optimizer.state)

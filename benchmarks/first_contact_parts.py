@@ -256,10 +256,8 @@ def _updates(case: Prepared, count: int, **changes: Any) -> Found:
     settings, written = dataclasses.replace(SETTINGS, **asked), _json(case.scratch / "rows.json")
     data = TokenRows.of([token_row(row["ids"], [label >= 0 for label in row["labels"]]) for row in written])
     longest = width_of(int(data.inputs().max()), rectangles=not device().on_cpu)
-    setup, shape = (
-        Setup(files, settings, name_now()),
-        Shape(size, longest, size * longest, size * longest, size * longest),
-    )
+    tokens = size * longest
+    setup, shape = Setup(files, settings, name_now()), Shape(size, longest, tokens, tokens, tokens)
     predicted = total_bytes(predicted_peak(setup, shape))
     before = mx.set_memory_limit(max(1, predicted - beyond_limit_bytes(setup, shape)))
     model, ours = prepare(case.model, settings)
@@ -272,8 +270,9 @@ def _updates(case: Prepared, count: int, **changes: Any) -> Found:
     model.module.train()
     means, seconds, peak = list[float](), list[float](), 0
     for step in range(count):
-        rows = sorted(range(step * size, (step + 1) * size), key=lambda row: -len(data[row % len(data)]))
-        rows = [row % len(data) for row in rows]
+        rows = sorted(
+            (row % len(data) for row in range(step * size, (step + 1) * size)), key=lambda row: -len(data[row])
+        )
         update = update_of_rows(data, list(fill(data, rows, layout)), layout)
         mx.reset_peak_memory()
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """The device that mlx computes on, how the engine adapts to it, what it is fast at, and its memory limits.
 
-What decides how a GPU computes is timed on it. NVIDIA GPUs before Ampere emulate bfloat16. Quantized
-products have kernels of their own: without tensor cores in every backward pass, and before Ampere in all (mlx,
+What decides how a GPU computes is timed on it. NVIDIA GPUs before Ampere emulate bfloat16. Quantized products have
+kernels of their own: without tensor cores in every backward pass, and before Ampere in all (mlx,
 backend/cuda/quantized/qmm: ``supports_qmm_sm80`` wants a transposed weight).
 
 mlx's limits are set before the model is loaded. At its memory limit mlx does not fail: it waits until running work
@@ -29,7 +29,7 @@ CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # what takes more memory must be this many times faster
-NEARLY = 0.9
+NEARLY = 0.9  # share of the time of a label: more labels at once must save at least a tenth
 TIMED_TOKENS, TIMED_WIDTH = 1024, 2048  # of a layer; a timing takes a tenth of a second
 HEAD_WIDTH, HEAD_WORDS = 1024, 2**15  # of a head: 64 MiB, more than a GPU's cache holds
 TIMED = mx.bfloat16, mx.float32

@@ -154,7 +154,7 @@ class BlockLoop:
         states = _at_once(lambda piece: at_labels(piece)(piece.state), pieces)
         labels = [(own, piece.shard.targets, piece.shard.weights) for own, piece in zip(states, pieces, strict=True)]
         found = list[tuple[mx.array, mx.array]]()
-        for piece, (total, losses, own) in zip(pieces, sliced_losses(self._model, split, labels), strict=True):
+        for piece, (total, losses, own) in zip(pieces, sliced_losses(split, labels), strict=True):
             if (pairs := piece.shard.pairs) is not None:
                 total, factors = mx.value_and_grad(functools.partial(loss.of_pairs, pairs, share=share))(losses)
                 own = (factors[:, None] * own).astype(own.dtype)

@@ -110,7 +110,7 @@ class ShardLoss:
             total = losses.sum()
         else:
             trained = [split.matrix] if self._trains_head else []
-            loss_of = chunked_losses(split.head_of if trained else lambda: head, chunk_of(self._model))
+            loss_of = chunked_losses(split.head_of if trained else lambda: head, chunk_of(split))
             total, losses = loss_of(self._chosen(shard), shard.targets, shard.weights, *trained)
         return total if shard.pairs is None else self.of_pairs(shard.pairs, losses, share)
 
@@ -126,7 +126,7 @@ class ShardLoss:
         Computed one chunk after the other, to save memory.
         """
         head, hidden, losses = self._shared or self._model.head(), self._chosen(shard), [mx.zeros(0)]
-        size = max(1, len(hidden)) if self._model.split is None else chunk_of(self._model)
+        size = max(1, len(hidden)) if self._model.split is None else chunk_of(self._model.split)
         for start in range(0, len(hidden), size):
             some = slice(start, start + size)
             here = mx.depends([hidden[some]], [losses[-1]])[0]
@@ -148,10 +148,9 @@ class ShardLoss:
             self._shared = None
 
 
-def chunk_of(model: BaseModel) -> int:
-    """Labels per chunk of a split model's logits."""
-    assert model.split is not None
-    return chunk_tokens(model.split.vocabulary, device().shards, model.labels_at_once)
+def chunk_of(split: SplitModel) -> int:
+    """Labels per chunk of logits."""
+    return chunk_tokens(split.vocabulary, device().shards, split.labels_at_once)
 
 
 def through(model: BaseModel, shard: Shard) -> mx.array:
@@ -232,15 +231,13 @@ def _loss_of_chunk(finish: Head, chunk: _Chunk) -> list[mx.array]:
     return [chunk.total, chunk.losses, *chunk.parts]
 
 
-def sliced_losses(
-    model: BaseModel, split: SplitModel, shards: Sequence[Arrays]
-) -> list[tuple[mx.array, mx.array, mx.array]]:
+def sliced_losses(split: SplitModel, shards: Sequence[Arrays]) -> list[tuple[mx.array, mx.array, mx.array]]:
     """Of each shard (states, targets and weights): its summed loss, its losses (labels,), and its states' gradient.
 
     The head is dequantized slice by slice, twice: on a CPU the whole head takes four bytes a weight. The numbers are
     those of ``ShardLoss`` to the bit: the same products, and gradients added in the same order.
     """
-    size = chunk_of(model)
+    size = chunk_of(split)
     chunked = [
         [_Chunk(*(part[start : start + size] for part in shard)) for start in range(0, len(shard[0]), size)]
         for shard in shards

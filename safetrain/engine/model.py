@@ -24,7 +24,6 @@ import psutil
 
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.settings import FEWEST_LABELS
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.blas import blas_threads, cores
 from safetrain.engine.layers import Randomness, Trained, give, inputs_of
@@ -237,7 +236,6 @@ class BaseModel:
     split: SplitModel | None  # None if refused: logits are computed for all tokens
     randomness: Randomness = field(default_factory=Randomness)
     blocks: Blocks | None = None  # None if the base is in memory
-    labels_at_once: int = FEWEST_LABELS  # in a chunk of logits, at least
 
     @property
     def packs_rows(self) -> bool:

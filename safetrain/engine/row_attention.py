@@ -68,14 +68,13 @@ def padded_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
     changes nothing.
     """
     rows, heads, width, size = queries.shape
-    more = 0 if mx.metal.is_available() else -width % CUDA_WIDTH
+    on_metal = mx.metal.is_available()
+    more = 0 if on_metal else -width % CUDA_WIDTH
     if values.shape[-1] == size and has_gradient_kernel(width + more, size, queries.dtype):
         if more:  # without any, mlx copies too
             padding = [(0, 0), (0, 0), (0, more), (0, 0)]
             queries, keys, values = (mx.pad(part, padding) for part in (queries, keys, values))
-        step = rows
-        if mx.metal.is_available():
-            step = max(1, MOST_METAL_BYTES // metal_row_bytes(heads, width, queries.itemsize))
+        step = max(1, MOST_METAL_BYTES // metal_row_bytes(heads, width, queries.itemsize)) if on_metal else rows
         pieces = (mx.split(part, list(range(step, rows, step))) for part in (queries, keys, values))
         kernel = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal")
         return mx.concatenate([kernel(*some) for some in zip(*pieces, strict=True)])[:, :, :width]

@@ -83,7 +83,9 @@ def prepare(
     model = open_base(
         base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype, stream=settings.stream_base
     )
-    model = dataclasses.replace(model, labels_at_once=settings.labels_at_once)
+    if model.split is not None:
+        split = dataclasses.replace(model.split, labels_at_once=settings.labels_at_once)
+        model = dataclasses.replace(model, split=split)
     return model, equip(model, settings, recorder, tracer)
 
 

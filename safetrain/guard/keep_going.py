@@ -26,6 +26,7 @@ from safetrain.core.records.schema import LOWER_RATE, WHOLE, rows_together
 from safetrain.core.records.settings import (
     FEWEST_LABELS,
     GPU_RUNGS,
+    MEASURED,
     Recommendation,
     Rung,
     TrainJob,
@@ -191,7 +192,7 @@ def read_ladder(output: Path, settings: TrainSettings, limit_bytes: int) -> Ladd
     ladder = read_or_none(output / LADDER, Ladder)
     if ladder is None or limit_bytes > ladder.limit_bytes:
         return None
-    measured = {name: getattr(ladder.asked, name) for name in ("threads", "labels_at_once", "padding_tokens")}
+    measured = {name: getattr(ladder.asked, name) for name in MEASURED}
     return ladder if ladder.asked == replace(settings, **measured) else None
 
 

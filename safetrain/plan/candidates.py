@@ -112,6 +112,11 @@ class Estimate(Setup):
         return with_margin(self.terms, LEAST_SHARE) <= self.machine.memory_budget.mlx_bytes
 
     @property
+    def dequantizing_pays(self) -> bool:
+        """Whether training is faster with a dequantized base, where it fits."""
+        return self.on_cpu or bool(self.machine.dequantizing_pays)
+
+    @property
     def largest_batch(self) -> int:
         """Rows of this length in the largest micro-batch that fits; 0 if none fits."""
         return next((rows for rows in BATCHES if self.but(batch_size=rows).fits), 0)
@@ -285,8 +290,7 @@ def candidates_at(question: PlannedTraining, length: int, *, stream: bool = Fals
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
     if train.method in PAIRED and not train.batch_size:
         sizes = [size for size in sizes if size > 1 and question.rows_per_update(size) % 2 == 0] or [2]
-    pays = run.on_cpu or run.machine.dequantizing_pays
-    dequantizing = [True, False] if pays and run.model.quantization_bits else [False]
+    dequantizing = [True, False] if run.dequantizing_pays and run.model.quantization_bits else [False]
     dequantizing = dequantizing if train.dequantize_base is None else [train.dequantize_base]
     recomputing = [False, True] if train.gradient_checkpointing is None else [train.gradient_checkpointing]
     modes = [(True, bool(train.dequantize_base))] if stream else list(itertools.product(recomputing, dequantizing))

@@ -262,8 +262,7 @@ def _why_dequantized(fit: Estimate) -> str:
         return "dequantized weights fit; quantized ones were measured, or on CPU are known, to be slower"
     if fit.model.quantization_bits is None:
         return "the base is not quantized"
-    pays = fit.on_cpu or fit.machine.dequantizing_pays
-    return "kept quantized to save memory" if pays else "the GPU multiplies quantized weights directly"
+    return "kept quantized to save memory" if fit.dequantizing_pays else "the GPU multiplies quantized weights directly"
 
 
 def _why_dtype(fit: Estimate) -> str:

@@ -19,7 +19,7 @@ from safetrain.core.formatting import (
 )
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.records.schema import SET
-from safetrain.core.records.settings import EXACT, MEMORY_ONLY, TrainSettings
+from safetrain.core.records.settings import EXACT, MEASURED, MEMORY_ONLY, TrainSettings
 from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
@@ -143,12 +143,9 @@ def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
     return [each for each in sizes if each[1]]
 
 
-UNSHOWN = "lora", "threads", "labels_at_once", "padding_tokens"  # the last three follow from the machine
-
-
 def values_of(settings: TrainSettings) -> dict[str, Any]:
     """Every training setting by its key in params.yaml."""
-    names = [field.name for field in fields(TrainSettings) if field.name not in UNSHOWN]
+    names = [field.name for field in fields(TrainSettings) if field.name not in ("lora", *MEASURED)]
     values = {f"train.{name}": getattr(settings, name) for name in names}
     return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
 

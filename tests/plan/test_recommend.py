@@ -18,7 +18,7 @@ from safetrain.core.model.shapes import wanted_tokens
 from safetrain.core.ranges import check_ranges
 from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.schema import OFF, SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
-from safetrain.core.records.settings import DryRun, Recommendation, require_plan_for, resolve, usual_warmup
+from safetrain.core.records.settings import MEASURED, DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
 from safetrain.plan.recommend import recommendation_of
 from stages.recommend_config import cut_lines, recommendation_lines
@@ -214,7 +214,7 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "lora.targets": (["o_proj"],),
 }  # fmt: skip
 EVALUATED = {"test_tokens", "answer_tokens", "general_tokens", "valid_tokens"}  # no keys of params.yaml
-MACHINES = {"threads", "labels_at_once", "padding_tokens"}  # nor these, which follow from the machine
+MACHINES = set(MEASURED)  # nor these
 OF_THE_RUN = ("learning_rate", "warmup_steps", "save_steps", "eval_steps", "log_steps")  # the plan is the same without
 
 

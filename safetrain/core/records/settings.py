@@ -25,11 +25,8 @@ DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run ma
 MEMORY_ONLY = (
     "batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base", "stream_base", "labels_at_once"
 )  # fmt: skip
-ROUNDING_ONLY = (
-    *MEMORY_ONLY,
-    "threads",
-    "padding_tokens",
-)  # these change results only by rounding and dropout's random numbers
+MEASURED = ("threads", "labels_at_once", "padding_tokens")  # these follow from the machine, and no key sets them
+ROUNDING_ONLY = (*MEMORY_ONLY, *MEASURED)  # these change results only by rounding and dropout's random numbers
 # These decide the memory of a run
 MEMORY = (*MEMORY_ONLY, "max_seq_length", "compute_dtype", "lora", "method", "optimizer")
 EXACT = ("base weights", "trained weights", "optimizer's state", "accumulated gradient")  # terms of the memory

@@ -22,6 +22,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from safetrain.core.memory.terms import HEAD_SLICES
+from safetrain.core.records.settings import FEWEST_LABELS
 from safetrain.engine.backend import device
 from safetrain.engine.cpu import kernels
 from safetrain.engine.layers import dequantized, recomputed
@@ -246,6 +247,7 @@ class SplitModel:
     project: Head  # multiplies hidden states by the layer's weight
     finish: Head  # the model's last change of its logits: none, a cap, or a scale
     vocabulary: int
+    labels_at_once: int = FEWEST_LABELS  # in a chunk of logits, at least
 
     def head(self) -> Head:
         """The head for one pass, with its weights dequantized once, not for every chunk."""
