@@ -1,7 +1,6 @@
 """The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy and a log of changes."""
 
 import collections
-import hashlib
 import json
 import re
 import shlex
@@ -17,6 +16,7 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, print_text, printable
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
+from safetrain.data.compare import plain_digest
 from safetrain.data.files import rows_of
 from safetrain.data.findings import ERROR, MOST_PLACES, SHOWN_PLACES, Findings, Place, Spot, require_kinds, summary
 from safetrain.data.forms import Columns, parse_row
@@ -150,7 +150,7 @@ class Repair:
                 raise ConfigError("The output file already exists.", where=path, do=do)
         self.read, self.written, self.changes = 0, 0, collections.Counter[str]()  # rows read and written
         self._findings = Findings(may_refuse=not self.drop_bad)
-        self._first_places: dict[bytes, str] = {}  # of the first row with each digest
+        self._first_places: dict[int, str] = {}  # of the first row with each digest
         self._log_file: TextIO
         try:
             write_atomic(into, lambda rows: write_atomic(self.log, partial(self._write, rows)))
@@ -196,7 +196,7 @@ class Repair:
             return None
         if value != before:
             self._log(where, "form", before, value)
-        first = self._first_places.setdefault(hashlib.blake2b(row.identity().encode(), digest_size=16).digest(), where)
+        first = self._first_places.setdefault(plain_digest(row.identity()), where)
         if first != where:
             self._log(where, "duplicate", mended, None, reason=f"repeats {first}")
         return row if first == where else None
