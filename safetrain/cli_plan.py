@@ -43,7 +43,7 @@ def validate(
 
     Exit 0: no errors; 1: errors; 2: a file or the model is missing.
 
-    Plain text (.txt, .md) and tokens (.ds) are documents. With train.method=pretrain, every file is read as documents.
+    Plain text (.txt, .md) is read as documents; with train.method=pretrain, every file is.
 
     params.yaml, if present, sets severities (data.downgrade) and your own column names (data.columns).
     --columns prompt=frage --columns completion=antwort sets the column names for one run.

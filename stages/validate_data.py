@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
@@ -12,16 +11,13 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.create.model import create_model, describe_shape
-from safetrain.data.corpus import FORMAT
 from safetrain.data.findings import summary
-from safetrain.data.folders import corpus_of
 from safetrain.data.forms import checked_columns
 from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import training_texts, validate
 from safetrain.stage import stage
 from safetrain.watch.progress import still_working
 
-DOCUMENTS = ("text", FORMAT)  # formats without answers
 TABLE = "{:<6}{:>10}{:>14}{:>14}{:>12}{:>7}{:>7}{:>9}"
 
 
@@ -38,7 +34,7 @@ def main(config: Pipeline) -> None:
         f"{config.data.path}: {report.format}; {report.split}",
         TABLE.format("split", rows, "tokens", "labels", "median row", "p90", "p99", "longest"),
         *(_table_line(name, split) for name, split in report.splits),
-        f"stop token: {' '.join(report.stop_tokens)}" + ("" if report.format in DOCUMENTS else f"; {report.opening}"),
+        f"stop token: {' '.join(report.stop_tokens)}" + ("" if report.format == "text" else f"; {report.opening}"),
     ]
     if report.findings:
         lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all"))
@@ -67,9 +63,6 @@ def _validated(config: Pipeline) -> DataReport:
     model, source, documents = Path(config.model.path), Path(config.data.path), config.train.method == PRETRAIN
     read_model_files(model)  # raises if the model is incomplete
     settings = settings_of(config.data, documents=documents)
-    if not documents and corpus_of(source):
-        what = "data.path holds tokenized documents, which only pretraining can use."
-        raise ConfigError(what, where=source, expected="train.method=pretrain", got=config.train.method)
     with still_working("reading and comparing rows"):
         return validate([source], model, settings, paths.VALIDATED).report
 

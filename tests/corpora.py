@@ -1,12 +1,9 @@
-"""Data for tests: clean chats, and corpora in datatrove's layout as its writer makes them."""
+"""Data for tests: clean chats, and texts for pretraining."""
 
 import json
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 
 from models.recipe.stories import WORLDS
 from safetrain.core.text.tokenizer import ChatTokenizer
@@ -18,25 +15,10 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def write_ds(
-    path: Path, documents: Sequence[Sequence[int]], *, token_bytes: int = 2, tokenizer: str | None = None
-) -> Path:
-    """One file of tokens with its index; with metadata where they are given."""
-    ids = np.array([number for document in documents for number in document], dtype=f"<u{token_bytes}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ids.tofile(path)
-    ends = np.cumsum([len(document) for document in documents]).astype("<u8")
-    ends.tofile(path.with_name(f"{path.name}.index"))
-    if tokenizer is not None:
-        path.with_name(f"{path.name}.metadata").write_text(f"{tokenizer}|{token_bytes}\n{len(ids)}\n{len(ids)} T")
-    return path
-
-
-def tokenized(texts: Sequence[str] = TEXTS, model: Path = EMBEDDED, *, closed: bool = True) -> list[list[int]]:
-    """Texts as the model's ids, each with its end token where ``closed``."""
-    tokenizer = ChatTokenizer(model)
-    end = [tokenizer.end_id] if closed and tokenizer.end_id is not None else []
-    return [[*tokenizer.encode_chat(text), *end] for text in texts]
+def tokenized(texts: Sequence[str] = TEXTS) -> list[list[int]]:
+    """Texts as the model's ids, each with its end token."""
+    tokenizer = ChatTokenizer(EMBEDDED)
+    return [[*tokenizer.encode_chat(text), tokenizer.end_id or 0] for text in texts]
 
 
 LETTERS = re.compile(r"[^\W\d_]{3,}")

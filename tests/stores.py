@@ -10,7 +10,7 @@ from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.memory.terms import width_of
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.settings import Shape
-from safetrain.data.store_writer import StoreWriter
+from safetrain.data.split import StoreWriter
 
 MADE = Provenance("tokenizer", "source", "2026-01-31", (1, 2), "<think>")
 

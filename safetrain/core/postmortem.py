@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.storage import paths
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class PostMortem:
     micro_batch: int
     rows: int
     tokens: int
-    row_ids: tuple[int, ...]  # numbers of the first rows in the micro-batch (``row_numbers``)
+    row_ids: tuple[int, ...]  # numbers of the first rows in the micro-batch: lines of train.jsonl
     footprint_bytes: int  # memory of the process, as its limit counts it
     limit_bytes: int
     limit_name: str
@@ -55,7 +54,7 @@ def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
         place += f", micro-batch {death.micro_batch}: {counted(death.rows, 'row')}, {counted(death.tokens, 'token')}"
     if death.row_ids:
         more = ", …" if death.rows > len(death.row_ids) else ""
-        place += f" ({row_numbers()} {', '.join(map(str, death.row_ids))}{more})"
+        place += f" (train.jsonl lines {', '.join(map(str, death.row_ids))}{more})"
     if death.rank is not None:
         place = f"{describe_rank(death)}; {place}"
     rows = [("what", f"{death.title} ({death.confidence})"), ("where", place)]
@@ -68,12 +67,6 @@ def describe_rows(death: PostMortem) -> list[tuple[str, str]]:
     saved = f"everything up to step {death.resumes_from_step}" if death.resumes_from_step else "no checkpoint yet"
     rows.append(("kept", saved))
     return [*rows, ("advice", death.advice)] if death.advice else rows
-
-
-def row_numbers() -> str:
-    """What the numbers of training rows count: lines of train.jsonl; a tokenized corpus has no such file."""
-    lines, store = (paths.VALIDATED / name for name in ("train.jsonl", "train.tokens.safetensors"))
-    return "training documents" if store.is_file() and not lines.is_file() else "train.jsonl lines"
 
 
 def describe_rank(death: PostMortem) -> str:

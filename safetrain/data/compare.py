@@ -286,7 +286,7 @@ class _CandidateSearch:
         """Find the runs that many texts have, sorted."""
         least = max(LEAST_COMMON, COMMON_SHARE * np.count_nonzero(self._sizes))
         often, found = self._frequency >= least, [(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))]
-        for batch in batches(self._sizes, BLOCK) if often.any() else ():
+        for batch in _batches(self._sizes) if often.any() else ():
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             kept = often[values & MASK]
             found.append(np.unique(np.unique(_joined(values[kept], of_text[kept])) >> HALF, return_counts=True))
@@ -300,7 +300,7 @@ class _CandidateSearch:
         They are the runs without a word of a common run. A text without any is compared by its runs around the common.
         """
         at, sizes = 0, np.zeros_like(self._sizes)
-        for batch in batches(self._sizes, BLOCK):
+        for batch in _batches(self._sizes):
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             if len(common):
                 is_common = common[np.minimum(np.searchsorted(common, values), len(common) - 1)] == values
@@ -319,7 +319,7 @@ class _CandidateSearch:
 
     def _prefixes(self) -> Iterator[np.ndarray]:
         """Yield codes of (run, text) for the rarest runs of each text."""
-        for batch in batches(self._sizes, BLOCK):
+        for batch in _batches(self._sizes):
             sizes = self._sizes[batch]
             values, of_text = self._runs(np.arange(batch.start, batch.stop))
             prefix_sizes = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
@@ -340,7 +340,7 @@ class _CandidateSearch:
         open_pairs &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
         codes = np.unique(_joined(first[open_pairs], second[open_pairs]))
         first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
-        for batch in batches(self._sizes[first] + self._sizes[second], BLOCK):
+        for batch in _batches(self._sizes[first] + self._sizes[second]):
             near = self._are_near(first[batch], second[batch])
             self._connect(first[batch][near], second[batch][near])
         return len(codes)
@@ -360,12 +360,12 @@ class _CandidateSearch:
                 self._labels = further
 
 
-def batches(sizes: np.ndarray, most: int) -> Iterator[slice]:
-    """Yield slices of members whose ``sizes`` add up to at most ``most``; a larger member gets its own slice."""
+def _batches(sizes: np.ndarray) -> Iterator[slice]:
+    """Yield slices of members whose ``sizes`` add up to at most BLOCK; a larger member gets its own slice."""
     ends, start = np.cumsum(sizes), 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, "right")))
         yield slice(start, stop)
         start = stop
 

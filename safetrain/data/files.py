@@ -32,6 +32,7 @@ Placed = tuple[Place, object]  # the place of a row, and its value, its RowError
 MOST_ROW_BYTES = MOST_TEXT  # of a row in a file
 MOST_ARRAY = 2**30  # characters
 TOO_LONG = "a row is longer than 6 MiB, which is beyond any model's context"
+TOKENS = ".ds"  # of token files, which earlier versions read
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -108,6 +109,8 @@ def _start(path: Path) -> tuple[bytes, str]:
     is_wide = head.startswith(WIDE)
     if head.startswith(LFS_POINTER):
         what, do = "a Git LFS pointer", FETCH_LFS
+    elif suffix_of(path) == TOKENS:
+        what, do = "a token file", "token files are no longer read; give the text itself (.jsonl, .parquet, .txt)"
     elif BINARY.match(head) or (not is_wide and len(CONTROLS.findall(head)) > max(8, len(head) // 20)):
         what = "a binary file, an archive, or UTF-16 text without a byte order mark"
         do = "unpack it, or export its rows as JSON lines or CSV in UTF-8"

@@ -117,13 +117,6 @@ KINDS = {
     "ANSWERS-CUT": Kind(
         NOTE, "an answer breaks off within a sentence in {rows}, where nearly all others end: a model may learn this",
         f"export these answers in full. {DROP}"),
-    # tokenized corpora
-    "TOKENIZER-DIFFERS": Kind(
-        ERROR, "the corpus was made with a different tokenizer from the model's: {detail}",
-        "use the model whose tokenizer made the corpus, or tokenize it with this model's tokenizer"),
-    "DOCUMENTS-OPEN": Kind(
-        WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to stop",
-        "tokenize the corpus with the model's end token (datatrove: eos_token)"),
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 PLAIN = (".txt", ".text", ".md")
-TOKENS = ".ds"
 NOT_DATA = re.compile(  # datasets' metadata, and texts about the data
     r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow|(?:README|LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?"
 )
@@ -91,19 +90,6 @@ def named_files(paths: Sequence[Path], *, documents: bool) -> DataFiles:
     return DataFiles(tuple(names), tuple(found), tuple(unread))
 
 
-def corpus_of(source: Path) -> list[tuple[str, Path]]:
-    """Find the token files of ``source``, each with its split; files not named after a split belong to train.
-
-    Raises DataError if some files are named train and others have no split, or if a folder cannot be read.
-    """
-    files = _files_in(source, (TOKENS,))
-    unnamed = [file.path for file in files if not file.split]
-    if unnamed and any(file.split == "train" for file in files):
-        what, do = "Some token files are named train, others are not.", "put all training files in a folder named train"
-        raise DataError(what, where=str(unnamed[0]), do=do)
-    return sorted(((file.split or "train", file.path) for file in files), key=lambda pair: SPLITS.index(pair[0]))
-
-
 def suffix_of(path: Path) -> str:
     """The last suffix in lower case, ignoring .gz and .zst."""
     return _unpacked_name(path).suffix
@@ -115,10 +101,9 @@ def _unpacked_name(path: Path) -> Path:
 
 
 def _files_in(source: Path, suffixes: Sequence[str]) -> list[_File]:
-    """Find all files with these suffixes in a folder and its subfolders, or the file itself; raises DataError."""
+    """Find all files with these suffixes in a folder and its subfolders; raises DataError."""
     _require_there(source)
-    files = [source] if source.is_file() else _files_below(source)
-    paths = [path for path in files if suffix_of(path) in suffixes and not NOT_DATA.fullmatch(path.name)]
+    paths = [path for path in _files_below(source) if suffix_of(path) in suffixes and not NOT_DATA.fullmatch(path.name)]
     return [_file(path, source) for path in paths]
 
 
@@ -148,7 +133,7 @@ def _split_of(path: Path) -> tuple[str, Path]:
     """The split of a file, and the part of ``path`` that names it.
 
     The name of a file or folder ends with that of the split, before shard numbers: ``val.csv.gz``,
-    ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The part nearest to the file decides.
+    ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/0.parquet``. The part nearest to the file decides.
     """
     for part in (path, *path.parents):
         name = _unpacked_name(part).stem if part == path else part.name.casefold()

@@ -1,26 +1,31 @@
 """Assigns rows to train, valid and test by a hash of their question, and writes the splits with their statistics.
 
-Tokenized rows wait in a scratch file until the split of each is known.
+Tokenized rows wait in a scratch file until the split of each is known. Token stores have the format of
+core/data/store.py.
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from safetrain.core.data.store import Provenance, store_path
+from safetrain.core.data.store import KINDS, OF_QUESTIONS, OF_ROWS, PAIRS, VERSION, Provenance, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
+from safetrain.core.model.files import header_of
 from safetrain.core.records.reports import LengthQuantiles, SplitReport
+from safetrain.core.storage.files import write_atomic
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.core.text.words import mixed
 from safetrain.data.folders import SPLITS
-from safetrain.data.store_writer import StoreWriter
 from safetrain.data.tokenize import Prompt, ReadRow
 
 MIN_GROUPS = 3  # different questions that a split needs
@@ -98,14 +103,6 @@ def _deal(places: np.ndarray, shares: Mapping[str, float], leave: int) -> tuple[
     return of_group, changed + ["train"] * any(counts[name] < number for name, number in expected.items())
 
 
-def split_report(lengths: Sequence[np.ndarray], labels: int, label_bytes: int) -> SplitReport:
-    """Statistics of a split with at least one row; ``lengths`` count tokens, ``label_bytes`` UTF-8 bytes."""
-    tokens = np.concatenate(lengths)
-    quantiles = np.quantile(tokens, QUANTILES, weights=np.ones(len(tokens)), method="inverted_cdf")
-    spread = LengthQuantiles(*map(int, (*quantiles, tokens.max())))
-    return SplitReport(len(tokens), int(tokens.sum()), labels, spread, label_bytes)
-
-
 # Writing
 
 
@@ -150,6 +147,72 @@ def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
     ]
 
 
+class StoreWriter(contextlib.ExitStack):
+    """Writes a store atomically. Arrays wait in scratch files, so memory does not grow with the number of rows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._labels = path, 0
+        files = {name: tempfile.TemporaryFile(dir=path.parent) for name in OF_ROWS}  # noqa: SIM115
+        self._arrays = {name: self.enter_context(file) for name, file in files.items()}
+
+    def __len__(self) -> int:
+        return self._count("row_ends")
+
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, label_counts: np.ndarray, files: np.ndarray,
+        lines: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Add rows: ids, whether each id is a label, and each row's length, label count, file and line (from 1)."""
+        self._labels += int(np.count_nonzero(trained))
+        ends = self._count("ids") + np.cumsum(lengths)
+        self._put(ids=ids, trained=trained, row_ends=ends, label_counts=label_counts, files=files, lines=lines)
+
+    def add_question(self, question: Question) -> None:
+        """Add the question of a row, in the order of the rows."""
+        text = np.frombuffer(question.text.encode("utf-8"), dtype=np.uint8)
+        prompt, answer = np.array(question.prompt), np.array(question.answer)
+        self._put(question_rows=np.array([question.row]), prompt_ids=prompt, answer_ids=answer, question_texts=text)
+        self._put(**{ends: np.array([self._count(values)]) for ends, values in OF_QUESTIONS.items()})
+
+    def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0, *, pairs: bool = False) -> None:
+        """Write the store. ``label_bytes``: UTF-8 bytes of all answers; ``pairs``: each two rows are a pair."""
+        digest = self._digest("row_ends", self._digest("ids") + self._digest("trained"))
+        metadata = {
+            "version": str(VERSION),
+            "digest": digest.hex(),
+            "made": json.dumps(dataclasses.asdict(made), ensure_ascii=False),
+            "files": json.dumps(list(files), ensure_ascii=False),
+            "label_bytes": repr(label_bytes / max(1, self._labels)),
+            **({PAIRS: "1"} if pairs else {}),
+        }
+        order = sorted(OF_ROWS, key=lambda name: -np.dtype(OF_ROWS[name]).itemsize)  # for alignment
+        parts = [(name, KINDS[OF_ROWS[name]], [self._count(name)], self._arrays[name].tell()) for name in order]
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as file:
+                file.write(header_of(parts, metadata))
+                for name in order:
+                    self._arrays[name].seek(0)
+                    shutil.copyfileobj(self._arrays[name], file)
+
+        write_atomic(self._path, write)
+
+    def _put(self, **columns: np.ndarray) -> None:
+        for name, values in columns.items():
+            self._arrays[name].write(values.astype(OF_ROWS[name]).tobytes())
+
+    def _count(self, name: str) -> int:
+        """How many numbers an array has so far."""
+        return self._arrays[name].tell() // np.dtype(OF_ROWS[name]).itemsize
+
+    def _digest(self, name: str, before: bytes = b"") -> bytes:
+        """Hash ``before`` and then the array ``name``."""
+        self._arrays[name].seek(0)
+        return hashlib.file_digest(self._arrays[name], lambda: hashlib.blake2b(before, digest_size=16)).digest()
+
+
 class SplitWriter(contextlib.ExitStack):
     """Writes a split's canonical lines and token store; the store of test also has the questions."""
 
@@ -180,9 +243,12 @@ class SplitWriter(contextlib.ExitStack):
         self._label_bytes += sum(sizes)
 
     def finish(self, provenance: Provenance, files: Sequence[Path]) -> SplitReport:
-        """Complete the store; returns the statistics of the split."""
+        """Complete the store, which has at least one row; returns the statistics of the split."""
         self._store.finish(provenance, [str(path) for path in files], self._label_bytes, pairs=self._pairs > 0)
-        return replace(split_report(self._lengths, self._labels, self._label_bytes), pairs=self._pairs)
+        tokens = np.concatenate(self._lengths)
+        quantiles = np.quantile(tokens, QUANTILES, weights=np.ones(len(tokens)), method="inverted_cdf")
+        spread = LengthQuantiles(*map(int, (*quantiles, tokens.max())))
+        return SplitReport(len(tokens), int(tokens.sum()), self._labels, spread, self._label_bytes, self._pairs)
 
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""

@@ -18,17 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.store import Provenance, read_made, store_path
-from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import tokenizer_hash
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import full_disk_named, replace_directory, sha256_of
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.data.compare import RowFacts, compare
-from safetrain.data.corpus import FORMAT, CorpusReader
 from safetrain.data.files import rows_of
 from safetrain.data.findings import SHOWN_PLACES, WARNING, Findings, Spot
-from safetrain.data.folders import PLAIN, SPLITS, DataFiles, corpus_of, data_files_of, named_files, suffix_of
+from safetrain.data.folders import PLAIN, SPLITS, DataFiles, data_files_of, named_files, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import RowError
 from safetrain.data.split import MIN_GROUPS, TRAIN, add_rows, split_off, stored_rows, write_splits
@@ -81,15 +79,6 @@ def validate(
     give the splits, and the first ``shown_rows`` (-1: all) are returned. A finding lists its first ``most_places``.
     """
     findings = Findings(settings.downgrade, most_places, may_refuse=into is not None)
-    if len(paths) == 1 and paths[0].exists() and corpus_of(paths[0]):
-        return _validate_tokens(paths[0], model, settings, into, findings)
-    return _validate_rows(paths, model, settings, into, findings, shown_rows)
-
-
-def _validate_rows(
-    paths: Sequence[Path], model: Path, settings: DataSettings, into: Path | None, findings: Findings, shown_rows: int
-) -> Validation:
-    """Read, compare and split rows or documents."""
     if into is not None:
         files = data_files_of(paths[0], documents=settings.documents)
     else:
@@ -120,25 +109,6 @@ def _validate_rows(
     return Validation(
         findings.found(), *counts, report, sample, reader.context, "document" if settings.documents else noun
     )
-
-
-def _validate_tokens(
-    source: Path, model: Path, settings: DataSettings, into: Path | None, findings: Findings
-) -> Validation:
-    """Check and split a corpus of token files."""
-    tokenizer = ChatTokenizer(model)
-    corpus = CorpusReader(source, tokenizer)
-    corpus.compare_tokenizers(findings)
-    findings.refuse_errors()
-    provenance = _provenance(model, into, corpus.digest())
-    provenance = dataclasses.replace(provenance, stop_ids=tuple(sorted(tokenizer.stop_ids)))
-    with written(into) as folder:
-        splits, how = corpus.write_splits(folder, settings.shares, provenance, findings)
-        findings.refuse_errors()
-    report = _report(findings, source, splits, provenance, tokenizer, FORMAT, how)
-    each = [(split.rows, split.tokens, split.labels, split.label_bytes) for split in splits.values()]
-    rows, tokens, labels, label_bytes = map(sum, zip(*each, strict=True))
-    return Validation(findings.found(), rows, tokens, labels, label_bytes, report, noun="document")
 
 
 def _compared(
@@ -183,9 +153,7 @@ def _report(
     form: str, how: str,
 ) -> DataReport:  # fmt: skip
     listed, opening = tuple(findings.found()), "the generation prompt matches the training format"
-    if form == FORMAT:
-        opening = "prompts are texts to continue"
-    elif made.asked:
+    if made.asked:
         opening = f"prompts leave out the generation prompt's {made.asked!r}, as in training"
     elif made.opening:
         opening = f"prompts end with {made.opening!r}, as in training"
@@ -226,9 +194,6 @@ def training_texts(paths: Iterable[Path], columns: Columns | None) -> Iterator[s
     """Yield every training text of some files and folders, a few lines at a time; raises DataError."""
     findings = Findings()
     for source in paths:
-        if corpus_of(source):
-            do = "set model.tokenizer to the model whose tokenizer made the corpus"
-            raise DataError("A tokenized corpus has no text to train a tokenizer on.", where=source, do=do)
         files = data_files_of(source, documents=True)
         for path in files.paths[: files.names.count("train")]:  # they come first
             for place, value in rows_of(path, documents=True):

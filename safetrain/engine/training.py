@@ -19,7 +19,6 @@ from safetrain.core.data.training_rows import Cursor, advance, rows_at
 from safetrain.core.errors import BadUpdateError, DataError, EngineError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.memory.system import footprint_bytes
-from safetrain.core.postmortem import row_numbers
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
 from safetrain.core.records.schema import LOWER_RATE
@@ -281,7 +280,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     """Report an update that is not applied and save the state before it; returns the error to raise.
 
     The same command stops there again. The report has each row's loss without dropout, in nats per label, the worst
-    first; null if not a number. Rows have the numbers that ``row_numbers`` names.
+    first; null if not a number. Rows have the numbers of their lines in train.jsonl.
     """
     step, settings = run.state.step + 1, run.job.settings
     path = run.job.output / BAD_UPDATES / f"step_{step}.json"
@@ -309,7 +308,7 @@ def stop_at(run: TrainingRun, fault: str, loss: float, norm: float, rate: float)
     larger = "To allow this jump, set a larger train.max_loss_jump, or null. " if is_jump else ""
     what = f"Update {step} was not applied: {fault}."
     do = f"{larger}Repair these rows in your data, or set {LOWER_RATE}. Then start over: safetrain discard"
-    return BadUpdateError(what, where=f"{row_numbers()} {some} in data/validated; loss of each row: {path}", do=do)
+    return BadUpdateError(what, where=f"train.jsonl lines {some} in data/validated; loss of each row: {path}", do=do)
 
 
 def _number(value: float) -> float | None:

@@ -236,6 +236,13 @@ def test_a_file_that_is_no_rows_is_called_what_it_is(tmp_path: Path, content: by
         assert caught.value.where.endswith("train.jsonl:1 (0xe9)")
 
 
+def test_a_token_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "00000_train.ds"
+    path.write_text(ROW_LINES)
+    with pytest.raises(DataError, match=r"is a token file(?s:.*)00000_train\.ds(?s:.*)give the text itself \(\.jsonl"):
+        read_rows(path)
+
+
 def test_what_is_no_file_is_said_and_byte_order_marks_are_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"  # marks also where files were joined
     path.write_bytes(("\ufeff" + ROW_LINES.replace("\n", "\r\n\r\n\ufeff") + '{"text": "a\u2028b"}').encode())

@@ -15,7 +15,7 @@ from safetrain.data.command import Repair, refuse_idle
 from safetrain.data.tokenize import DataSettings
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, chat
-from tests.corpora import TEXTS, tokenized, write_ds
+from tests.corpora import TEXTS, tokenized
 
 Write = Callable[..., Path]
 
@@ -154,21 +154,6 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
     assert validate([book.parent], EMBEDDED).count == 1  # texts beside rows are notes about them
     assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
-
-
-def test_a_corpus_of_tokens_is_validated_alone_and_its_faults_are_findings(tmp_path: Path) -> None:
-    path = write_ds(tmp_path / "corpus/a.ds", tokenized())
-    size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
-    said = f"60 documents, {tokens:,} tokens ({tokens - 60:,} labels)\n{size / (tokens - 60):.2f} bytes"
-    for named in (path, path.parent):
-        done = run(named, "--model", EMBEDDED)
-        assert (done.exit_code, said in done.stdout) == (0, True)
-    write_ds(path, [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
-    found = validate([path], EMBEDDED)
-    assert [(each.id, each.severity) for each in found.findings] == [
-        ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
-    ]  # fmt: skip
-    assert any(finding.severity == "error" for finding in found.findings)
 
 
 Row = dict[str, Any]

@@ -4,13 +4,8 @@ A store is a safetensors file (8 bytes of header length, JSON, little-endian arr
 the ``ids`` of all rows in sequence, ``trained`` (whether a token is a label), ``row_ends``, ``label_counts``, the
 source ``files`` and ``lines`` of each row, and for each question ``question_rows``, the ids of prompt and answer,
 and the text. The metadata has the provenance.
-
-The tokens of a corpus stay in their own files, and all are labels. Its store has the length, file and number of each
-document; the metadata names the files, and the stretches in them that belong to the split.
 """
 
-import contextlib
-import functools
 import json
 import os
 import weakref
@@ -22,7 +17,7 @@ import numpy as np
 
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.model.files import file_sample, read_header, tokenizer_hash
+from safetrain.core.model.files import read_header, tokenizer_hash
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import from_json
 
@@ -32,10 +27,7 @@ OF_ROWS = {"ids": "<u4", "trained": "?", "prompt_ids": "<u4", "answer_ids": "<u4
            "row_ends": "<u8", "question_rows": "<u8", "prompt_ends": "<u8", "answer_ends": "<u8", "text_ends": "<u8",
            "label_counts": "<u4", "files": "<u4", "lines": "<u4"}  # fmt: skip
 OF_QUESTIONS = {"prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
-OF_DOCUMENTS = {"lengths": "<u4", "files": "<u4", "lines": "<u4"}
-CORPUS = "documents_in"  # the metadata key of a corpus
 PAIRS = "pairs"  # the metadata key of preference data: each two rows are a pair (TokenRows.rows_per_pair)
-SAMPLES = 16  # of a token file
 
 
 @dataclass(frozen=True)
@@ -69,77 +61,6 @@ class FileValues:
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """A token file of a corpus and its state at validation."""
-
-    path: str
-    tokens: int
-    token_bytes: int  # 2 or 4, little-endian
-    digest: str  # of sampled bytes
-
-    def require_unchanged(self) -> None:
-        """Raise DataError if the file is missing, or its size or sampled bytes have changed since validation."""
-        path = Path(self.path)
-        with contextlib.suppress(OSError):
-            if path.stat().st_size == self.tokens * self.token_bytes and sampled_digest(path) == self.digest:
-                return
-        raise self._changed()
-
-    def ids(self, begin: int, end: int) -> np.ndarray:
-        """Read ids, (tokens,) uint32; raises DataError. Opens the file each time: macOS allows 256 open files."""
-        with contextlib.suppress(OSError):
-            ids = np.fromfile(self.path, f"<u{self.token_bytes}", end - begin, offset=begin * self.token_bytes)
-            if len(ids) == end - begin:
-                return ids.astype(np.uint32, copy=False)
-        raise self._changed()
-
-    def _changed(self) -> DataError:
-        what = "A file of the corpus has changed since validation, or cannot be read."
-        expected = f"the {self.tokens * self.token_bytes} bytes that validate_data read"
-        do = "restore it, or validate the corpus again: safetrain run"
-        return DataError(what, where=self.path, expected=expected, do=do)
-
-
-@dataclass(frozen=True)
-class DocumentRange:
-    """Consecutive whole documents of a token file."""
-
-    file: int
-    begin: int  # tokens
-    end: int
-
-
-def sampled_digest(path: Path) -> str:
-    """Hash a file's size and a sample of its bytes: the checks of every run cannot read terabytes. Raises OSError."""
-    return file_sample(path, SAMPLES).hex()
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The token files of a corpus, and the stretches of one split. A slice reads the stretches as one sequence."""
-
-    files: tuple[TokenFile, ...]
-    stretches: tuple[DocumentRange, ...]
-
-    @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([stretch.end - stretch.begin for stretch in self.stretches], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, place: slice) -> np.ndarray:
-        start, stop, _ = place.indices(len(self))
-        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
-        parts = [np.zeros(0, dtype=np.uint32)]
-        for number in range(first, last + 1):
-            stretch, end = self.stretches[number], int(self._ends[number])
-            shift = stretch.end - end  # from places in the sequence to places in the file
-            parts.append(self.files[stretch.file].ids(max(stretch.begin, start + shift), min(end, stop) + shift))
-        return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
 class Store:
     """An open store. Its tokens and questions stay on the disk until they are needed."""
 
@@ -150,7 +71,7 @@ class Store:
     rows: TokenRows
     arrays: Mapping[str, FileValues]
     question_rows: np.ndarray  # (questions,) the row of each question
-    question_bounds: tuple[np.ndarray, ...] = ()  # (questions + 1,) in each array of OF_QUESTIONS
+    question_bounds: tuple[np.ndarray, ...]  # (questions + 1,) in each array of OF_QUESTIONS
 
     def where(self, row: int) -> str:
         """``file:line`` of a row in the source data; ``file:row`` in a binary table."""
@@ -177,7 +98,7 @@ def open_split(split: str, base: Path) -> Store:
 def open_store(path: Path, tokenizer: str | None = None) -> Store:
     """Open a store; raises ConfigError if it is missing, or if its tokenizer's hash is not ``tokenizer``.
 
-    Raises DataError if it is damaged, or if a file of a corpus has changed.
+    Raises DataError if it is damaged.
     """
     try:
         store = _read(path)
@@ -188,9 +109,6 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         what = "data/validated was made with another tokenizer or chat template."
         do = "run validate_data with the same model.path, or safetrain run"
         raise ConfigError(what, where=path, do=do)
-    if isinstance(corpus := store.rows.ids, Corpus):
-        for number in {stretch.file for stretch in corpus.stretches}:
-            corpus.files[number].require_unchanged()
     return store
 
 
@@ -201,18 +119,11 @@ def _read(path: Path) -> Store:
         metadata, arrays = header["__metadata__"], dict[str, FileValues]()
         if metadata["version"] != str(VERSION):
             raise ValueError(metadata["version"])
-        for name, dtype in (OF_DOCUMENTS if CORPUS in metadata else OF_ROWS).items():
+        for name, dtype in OF_ROWS.items():
             offset, (count,) = begin + header[name]["data_offsets"][0], header[name]["shape"]
             arrays[name] = FileValues(path, dtype, offset, count)
         made, files = from_json(Provenance, json.loads(metadata["made"])), tuple(json.loads(metadata["files"]))
         origin = made, metadata["digest"], float(metadata["label_bytes"]), files
-        if CORPUS in metadata:
-            corpus, lengths = from_json(Corpus, json.loads(metadata[CORPUS])), arrays["lengths"][:].astype(np.int64)
-            ends, trained = np.cumsum(lengths), np.broadcast_to(np.True_, len(corpus))
-            if ends[-1] != len(corpus):
-                raise ValueError(CORPUS)
-            rows = TokenRows(corpus, trained, ends - lengths, lengths, lengths - 1)
-            return Store(*origin, rows, arrays, np.zeros(0, dtype=np.uint64))
         bounds = [np.concatenate([[0], arrays[name][:].astype(np.int64)]) for name in ("row_ends", *OF_QUESTIONS)]
         starts, lengths = bounds[0][:-1], np.diff(bounds[0])
         unit = 2 if PAIRS in metadata else 1

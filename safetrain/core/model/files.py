@@ -113,7 +113,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         tensors = [tensor for path in paths for tensor in _tensors_in(path)]
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
-        digest.update(file_sample(path))
+        digest.update(_file_sample(path))
     return _describe(folder, config, tensors, digest.hexdigest())
 
 
@@ -305,10 +305,10 @@ def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: 
     return len(text).to_bytes(8, "little") + text
 
 
-def file_sample(path: Path, blocks: int = SAMPLE_BLOCKS) -> bytes:
+def _file_sample(path: Path) -> bytes:
     """Hash a file's size and evenly spaced blocks, which distinguishes fine-tuned copies; a small file as a whole."""
     size = path.stat().st_size
-    step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // blocks)
+    step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // SAMPLE_BLOCKS)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         for start in [*range(0, size, step), max(0, size - SAMPLE_BLOCK_BYTES)]:

@@ -1,4 +1,4 @@
-"""A store gives back what was written, also where tokens stay in their files; a damaged or foreign one is named."""
+"""A store gives back what was written; a damaged or foreign one is named."""
 
 import dataclasses
 import json
@@ -9,23 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from safetrain.core.data.store import (
-    VERSION,
-    Corpus,
-    DocumentRange,
-    Store,
-    TokenFile,
-    open_store,
-    read_made,
-    sampled_digest,
-    store_path,
-)
-from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, TokenWindows, token_row
+from safetrain.core.data.store import VERSION, open_store, read_made, store_path
+from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_row
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.model.files import tokenizer_hash
-from safetrain.data.store_writer import StoreWriter
-from tests.corpora import write_ds
+from safetrain.data.split import StoreWriter
 from tests.stores import MADE, add_row, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
@@ -164,49 +153,3 @@ def test_a_truncated_row_keeps_at_least_the_labels_of_its_first_tokens() -> None
     pairs = TokenRows(rows.ids, rows.trained, rows.starts, rows.lengths, rows.label_counts, rows_per_pair=2).cut(64)
     assert (pairs.starts - rows.starts).tolist() == [0, 0, 0, 0]
     assert (rows.cut(64).starts - rows.starts).tolist() == [0, 28, 28, 28]
-
-
-END = 0
-DOCUMENTS = [[5, 6, 7, END], [8, END], [9, 10, 11, 12, END], [13, 14, END], [15, 16, 17, END]]
-
-
-def token_file(path: Path, token_bytes: int) -> TokenFile:
-    return TokenFile(str(path), path.stat().st_size // token_bytes, token_bytes, sampled_digest(path))
-
-
-@pytest.fixture
-def two_files(tmp_path: Path) -> tuple[Store, list[Path]]:
-    """Three documents of 2 bytes a token, two of 4; the first document of each file is left out."""
-    paths = [write_ds(tmp_path / "a.ds", DOCUMENTS[:3]), write_ds(tmp_path / "b.ds", DOCUMENTS[3:], token_bytes=4)]
-    files = (token_file(paths[0], 2), token_file(paths[1], 4))
-    with StoreWriter(tmp_path / "train.tokens.safetensors", documents=True) as writer:
-        writer.add_documents(np.array([2, 5]), 0, np.array([2, 3]))
-        writer.add_documents(np.array([4]), 1, np.array([2]))
-        writer.finish_corpus(MADE, "digest", Corpus(files, (DocumentRange(0, 4, 11), DocumentRange(1, 3, 7))), 3.5)
-    return open_store(tmp_path / "train.tokens.safetensors"), paths
-
-
-def test_documents_of_several_files_are_rows_and_windows_of_them(two_files: tuple[Store, list[Path]]) -> None:
-    store, paths = two_files
-    assert [row.ids.tolist() for row in store.rows] == [DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[4]]
-    assert all(row.ids.dtype == np.uint32 and row.trained.all() for row in store.rows)
-    assert [store.where(row) for row in (1, 2)] == [f"{paths[0]}:3", f"{paths[1]}:2"]
-    assert (store.label_bytes, len(store.question_rows)) == (3.5, 0)
-    pieces = TokenWindows(store.rows, 100, frozenset({END})).pieces([0])
-    assert [row.ids.tolist() for row in pieces] == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
-    assert pieces.label_counts.tolist() == [1, 5, 4]
-
-
-@pytest.mark.parametrize("change", ["other bytes", "longer", "gone"])
-def test_a_file_that_changed_after_validation_is_refused(change: str, two_files: tuple[Store, list[Path]]) -> None:
-    store, paths = two_files
-    raw = paths[1].read_bytes()
-    paths[1].write_bytes(raw[:-4])
-    with pytest.raises(DataError, match="has changed"):  # during training
-        _ = store.rows[2]
-    paths[1].unlink()
-    if change != "gone":
-        paths[1].write_bytes(raw[:4] + b"\x01" + raw[5:] if change == "other bytes" else raw * 2)
-    with pytest.raises(DataError, match=r"b\.ds") as caught:
-        open_store(paths[0].parent / "train.tokens.safetensors")
-    assert "validate" in str(caught.value)
