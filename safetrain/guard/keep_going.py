@@ -8,11 +8,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from safetrain.core.errors import InterruptedRun, MachineError, RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
@@ -38,7 +35,7 @@ from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED, kept_runs
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
 from safetrain.guard.process import Ending, WatchSettings, limit_now
-from safetrain.guard.supervisor import supervise, who_started_us
+from safetrain.guard.supervisor import supervise
 
 REPORTED = ("stopped", "refused", "bad_update", "disk_full", "disk_error")  # explained by the training process
 REPAIR_ROWS = (
@@ -102,22 +99,13 @@ def keep_going(job: TrainJob, watch: WatchSettings, plan: Recommendation, show: 
 
 
 def command_again() -> str:
-    """Return the command that the user typed to start this run."""
+    """Return the command that the user typed to start this run, or say which it is."""
     if kept_runs(Path.cwd()) is not None:
         return "the same experiment (dvc exp run with --queue or --temp)"
     if RUN not in os.environ and os.environ.get("DVC_STAGE"):
-        return _dvc_command()
+        return "the same dvc command"
     stage = ["python", "-m", "stages.train"] if Path("stages/train.py").is_file() else ["safetrain", "stage", "train"]
     return os.environ.get(RUN) or shlex.join([*stage, *sys.argv[1:]])
-
-
-def _dvc_command() -> str:
-    """Return the command line that dvc was started with: without its -f, dvc might only restore a cached result."""
-    starter, words = who_started_us(), list[str]()
-    with suppress(psutil.Error):  # it has ended
-        words = starter.cmdline() if starter is not None else []
-    place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
-    return "safetrain run" if place is None else shlex.join(["dvc", *words[place + 1 :]])
 
 
 def _is_complete(output: Path, ending: Ending) -> bool:
