@@ -56,7 +56,6 @@ START_SECONDS, LOAD_BYTES_PER_SECOND = 4.0, 0.5e9  # start of a process with mlx
 FLOPS_PER_WEIGHT = 4  # per token: one product forward, one backward; base weights have no gradient
 ATTAINED = 0.5  # a training run's share of the speed of a large product (measured: benchmarks/bench_throughput)
 LARGEST_MADE = 2.5  # time of a dry run, in largest updates, with its validation; 1.5 if they are slow
-BATCHES = (64, 32, 16, 8, 4, 2, 1)
 SHORTEST_ROWS = 64
 # Up to four passes over the same text are worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264).
 MOST_PASSES = 4
@@ -115,11 +114,6 @@ class Estimate(Setup):
     def dequantizing_pays(self) -> bool:
         """Whether training is faster with a dequantized base, where it fits."""
         return self.on_cpu or bool(self.machine.dequantizing_pays)
-
-    @property
-    def largest_batch(self) -> int:
-        """Rows of this length in the largest micro-batch that fits; 0 if none fits."""
-        return next((rows for rows in BATCHES if self.but(batch_size=rows).fits), 0)
 
     @property
     def cheapest(self) -> "Estimate":

@@ -1,7 +1,6 @@
 """A preflight check, its report, and how both are printed."""
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,9 +77,8 @@ def from_error(identifier: str, error: SafetrainError) -> Check:
 def require_known(identifiers: Sequence[str]) -> None:
     """Raise ConfigError for an unknown check ID."""
     for identifier in sorted(set(identifiers) - set(CHECKS)):
-        near = difflib.get_close_matches(identifier.upper(), CHECKS, n=1)
-        do = f"did you mean {near[0]}?" if near else f"choose from {', '.join(CHECKS)}"
-        raise ConfigError(f"Unknown check {identifier}.", where="preflight.downgrade", do=do)
+        expected = f"one of {', '.join(CHECKS)}"
+        raise ConfigError(f"Unknown check {identifier}.", where="preflight.downgrade", expected=expected)
 
 
 def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check]:

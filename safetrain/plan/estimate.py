@@ -17,7 +17,7 @@ from safetrain.core.model.shapes import FAMILIES, OWN_IDS, PRESETS, config_of
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
-from safetrain.plan.candidates import BATCHES, ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
+from safetrain.plan.candidates import ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
 from safetrain.plan.hub import fetched_config
 from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
@@ -93,10 +93,7 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
         step, speed = read_bytes(run, run.micro_batch), DISK_BYTES_PER_SECOND
         reading = f"{step / speed:.0f} s at {speed / 1e9:g} GB/s, mostly overlapped with computation"
         console.print(f"a step of {ROWS_PER_UPDATE} rows reads {size(step)}: {reading}")
-    if run.fits:
-        more = " or more" if run.largest_batch == BATCHES[0] else ""
-        console.print(f"rows of {settings.max_seq_length} tokens that fit at a time: {run.largest_batch}{more}")
-    else:
+    if not run.fits:
         console.print(f"do: {', or '.join(what_would_fit(run))}")
     if run.machine.backend != "cpu":
         console.print("(closed form; its terms for GPUs are derived, not measured)", style="dim")

@@ -1,6 +1,5 @@
 """Machines to plan for: this one, probed by a child process, and those described in conf/machines.yaml."""
 
-import difflib
 import os
 import platform
 import re
@@ -215,8 +214,7 @@ def machine_named(name: str) -> Machine:
     """
     machines = described_machines()
     if name not in machines:
-        near = difflib.get_close_matches(name, machines, n=1)
-        do = f"did you mean {near[0]}?" if near else f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
+        do = f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
         expected = f"one of {', '.join(sorted(machines))}"
         raise ConfigError(f"Unknown machine {name}.", where=MACHINES, expected=expected, do=do)
     try:

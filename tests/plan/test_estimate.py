@@ -45,7 +45,7 @@ def test_every_profile_is_a_machine_with_less_budget_than_memory() -> None:
         machine = machine_named(name)
         assert machine.backend in ("metal", "cuda", "cpu")
         assert 0.5 < machine.memory_budget_bytes / machine.total_memory_bytes < 1
-    with pytest.raises(ConfigError, match="did you mean m1-8gb"):
+    with pytest.raises(ConfigError, match=r"one of .*m1-8gb"):
         machine_named("m1-8g")
     with pytest.raises(ModelError, match="huge"):
         model_to_estimate(Path("huge"))
@@ -198,7 +198,7 @@ def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
     assert int(5.5e9) > m1.memory_budget.mlx_bytes
     big = four_bits(QWEN_32B, tmp_path)
     for machine in (m1, m4):
-        assert recomputed(big, machine).but(max_seq_length=128).largest_batch == 0
+        assert recomputed(big, machine).but(max_seq_length=128).fits is False
 
 
 def recomputed(model: ModelFiles, machine: Machine) -> Estimate:
