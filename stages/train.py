@@ -18,7 +18,7 @@ from safetrain.core.storage.paths import FLIGHT
 from safetrain.guard.keep_going import keep_going
 from safetrain.guard.process import WatchSettings
 from safetrain.stage import stage
-from safetrain.watch.progress import AtWork, TrainProgress, show_end, still_working
+from safetrain.watch.progress import TrainProgress, show_end, still_working
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
 LAUNCHER = (sys.executable, "-m", "safetrain.engine.child_process")
@@ -45,8 +45,8 @@ def main(config: Pipeline) -> None:
             hostfile=None if hosts.all_here else HOSTS_FILE,
             launcher=LAUNCHER,
         )
-        progress, at_work = TrainProgress(), AtWork(watch.flight)
-        with still_working(at_work.text) as before_a_line:
+        progress = TrainProgress()
+        with still_working("training") as before_a_line:
 
             def show(event: Event) -> None:
                 before_a_line()

@@ -71,12 +71,6 @@ class MonitorView:
         return self.run.postmortem if self.state in (State.DIED, State.STOPPED) else None
 
     @property
-    def stopped_early(self) -> bool:
-        """Whether a finished training run ended because validation no longer improved."""
-        summary = self.run.summary
-        return self.state is State.FINISHED and summary is not None and summary.stopped_early
-
-    @property
     def next_command(self) -> str:
         """Command to continue or to learn more; empty if there is nothing to do."""
         if self.verdict is not None:
@@ -150,8 +144,6 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     if view.state is State.NOTHING:
         return [("next", "nothing has been trained here yet: safetrain run")]
     run, saved, rows = view.run, view.run.checkpoint, list[tuple[str, str]]()
-    if view.stopped_early:
-        rows.append(("early", f"stopped at step {view.step}: validation no longer improved"))
     verdict = describe_rows(view.verdict) if view.verdict is not None else []
     rows += [*verdict[:1], ("next", view.next_command), *verdict[1:]]
     rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))

@@ -12,7 +12,6 @@ import numpy as np
 
 from safetrain.core.events import Begun, Event, JournalEntry, Progress, Said
 from safetrain.core.formatting import counted, duration_text, print_text, rows_text
-from safetrain.core.recorder import Phase, read_flight
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage import paths
@@ -139,22 +138,6 @@ class EvaluationProgress:
         left = (time.monotonic() - self._start_seconds) * (self._total - self._done) / done if done > 0 else 0.0
         time_needed = f", about {duration_text(left)} left" if left else ""
         return f"{name:<6} {int(self._done)} of {self._total} {work}{time_needed}"
-
-
-class AtWork:
-    """What the training process does, by its flight recorder, and since when."""
-
-    def __init__(self, flight: Path) -> None:
-        self._path, self._began_seconds = flight / paths.RECORDER, time.monotonic()
-
-    def text(self) -> str:
-        """The work in a line, such as ``validation at step 30, for 12 s``."""
-        last = read_flight(self._path).last
-        if last is None or last.monotonic_seconds < self._began_seconds:
-            return "starting the training"
-        phase = "validation" if last.phase is Phase.EVALUATE else last.phase_label
-        at = f" at step {last.work.step}" if last.work.step or last.phase is Phase.EVALUATE else ""
-        return f"{phase}{at}, for {duration_text(time.monotonic() - last.monotonic_seconds)}"
 
 
 @contextmanager
