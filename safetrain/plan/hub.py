@@ -74,12 +74,7 @@ def fetched_config(hub_id: str) -> dict[str, Any]:
 
     _require_id(hub_id)
     with _told(hub_id), tempfile.TemporaryDirectory() as scratch:
-        config = json_object(Path(hf_hub_download(hub_id, "config.json", local_dir=scratch)))
-    if not config:
-        raise ModelError(
-            f"config.json of {hub_id} is empty, or not a JSON object.", do="use a model that mlx-lm supports"
-        )
-    return config
+        return json_object(Path(hf_hub_download(hub_id, "config.json", local_dir=scratch)))
 
 
 def _require_id(hub_id: str) -> None:

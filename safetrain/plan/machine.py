@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import yaml
 
-from safetrain.core.errors import ConfigError, MachineError, broken_yaml
+from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.foreign import told
 from safetrain.core.memory.system import (
     GIB,
     memory_groups,
@@ -198,12 +199,8 @@ def described_machines() -> dict[str, Any]:
     machines = dict[str, Any]()
     for path in (paths.shipped(str(MACHINES)), MACHINES):
         if path.is_file():
-            try:
+            with told("The machines cannot be read", path, f"describe each as in {EXAMPLE}", ConfigError):
                 machines.update(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-            except yaml.YAMLError as error:
-                raise broken_yaml(error) from None
-            except (TypeError, ValueError):
-                raise ConfigError("This file has no machines.", where=path, expected=EXAMPLE) from None
     return machines
 
 
@@ -217,14 +214,11 @@ def machine_named(name: str) -> Machine:
         do = f"describe it there, e.g. {EXAMPLE}; or use --memory-gb"
         expected = f"one of {', '.join(sorted(machines))}"
         raise ConfigError(f"Unknown machine {name}.", where=MACHINES, expected=expected, do=do)
-    try:
+    with told(f"The machine {name} cannot be read", MACHINES, f"describe it as in {EXAMPLE}", ConfigError):
         chip, backend, dtype = (machines[name].get(key) for key in ("chip", "backend", "compute_dtype"))
         usable, total = (int(float(machines[name][f"{part}_memory_gb"]) * GIB) for part in ("usable", "total"))
         budgets = {"metal": metal_budget_bytes(usable, total), "cuda": cuda_budget_bytes(usable), "cpu": usable}
         budget = budgets[backend]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"The machine {name} cannot be read: {error}"
-        raise ConfigError(what, where=MACHINES, expected=EXAMPLE) from None
     return replace(
         ANY_GPU, chip=str(chip), backend=backend, device=str(chip), total_memory_bytes=total,
         memory_budget_bytes=budget, compute_dtype=dtype, quantized_compute_dtype=dtype,
