@@ -326,13 +326,10 @@ def _with_own_values(text: str, mine: str) -> str:
 
 
 def _start_version_control(folder: Path) -> str:
-    """Set up Git and DVC. Return what is missing; empty if nothing is."""
+    """Set up Git and DVC. Return a remark if Git is missing; empty if it is there."""
     if not is_in_git(folder) and shutil.which("git"):
         git("init", "--quiet", folder=folder)
-    try:
-        start_dvc(folder)
-    except SafetrainError as error:
-        return str(error)
+    start_dvc(folder)
     return "" if shutil.which("git") else "Git is not installed, so experiments are not recorded; all else works."
 
 
