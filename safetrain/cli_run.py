@@ -1,7 +1,6 @@
 """The commands of `safetrain` that train or explain a run: run, set, runs, result, diagnose and discard."""
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -31,8 +30,6 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
-
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -202,10 +199,12 @@ def _existing(paths_given: dict[str, str | None]) -> dict[str, str]:
 
 def _instead(key: str, value: str) -> str:
     """What may have been meant by a path that does not exist."""
+    from safetrain.plan.hub import HUB_ID
+
     folder = Path("data" if key == "data.path" else "models")
     if hint := similar_path(Path(value)) or similar_path(folder / Path(value).name):
         return hint
-    if HUB_NAME.fullmatch(value) and not Path(value).parent.is_dir():
+    if HUB_ID.fullmatch(value) and not Path(value).parent.is_dir():
         return f"for the Hub: hub:{value}"
     return f"correct the path; here is {Path.cwd()}"
 
