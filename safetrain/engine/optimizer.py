@@ -24,7 +24,6 @@ from safetrain.engine.cpu.kernels import on_stream, streams_of
 from safetrain.engine.layers import Trained, part_at
 from safetrain.engine.model import BaseModel
 
-MOMENTUM = 0.9  # of SGD
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
 FLOOR = 0.1  # final share of the peak learning rate in cosine, linear and wsd
 BETAS, EPSILON = [0.9, 0.95], 1e-8  # usual for pretraining (arXiv 2005.14165, appendix B)
@@ -110,11 +109,7 @@ def mlx_optimizer(name: str, weight_decay: float, *, whole_model: bool = False) 
         return optim.Adam(0.0, bias_correction=True)
     if name == "adamw":
         return optim.AdamW(0.0, weight_decay=weight_decay, bias_correction=True)
-    if name == "adafactor":
-        return optim.Adafactor(0.0, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
-    if name == "muon":
-        return optim.Muon(0.0, weight_decay=weight_decay)
-    return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
+    return optim.Muon(0.0, weight_decay=weight_decay)
 
 
 class _WholeModel(optim.Adam):

@@ -228,12 +228,11 @@ def test_a_traced_run_gives_the_same_bits(tiny_model: Callable[..., Path], tmp_p
     assert all(record.work.rows and record.work.tokens and record.active_bytes for record in parts)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_optimizer_continues_bit_for_bit(tiny_model: Build, tmp_path: Path, optimizer: str) -> None:
     """With DoRA, dropout, weight decay and recomputed blocks."""
-    decay = 0.0 if optimizer == "sgd" else 0.1
     settings = dataclasses.replace(
-        SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=decay,
+        SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=0.1,
         gradient_checkpointing=True, max_steps=4,
     )  # fmt: skip
     base = tiny_model(bits=3)

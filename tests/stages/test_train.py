@@ -31,7 +31,7 @@ def measured(settings: TrainSettings = SETTINGS, of: Recommendation = PLAN) -> b
 def test_a_dry_run_speaks_for_the_plan_alone() -> None:
     assert measured()
     assert measured(dataclasses.replace(SETTINGS, learning_rate=1.0))
-    assert not measured(dataclasses.replace(SETTINGS, optimizer="sgd"))
+    assert not measured(dataclasses.replace(SETTINGS, optimizer="muon"))
     for change in ({"batch_size": 32}, {"max_seq_length": 1024}, {"method": "dora"}, {"dequantize_base": False}):
         assert not measured(dataclasses.replace(SETTINGS, **change))
     assert not measured(of=dataclasses.replace(PLAN, verified=False))

@@ -25,11 +25,10 @@ CHUNKS_ALIVE = 2  # mlx starts the next chunk before it frees the previous one (
 OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
 TILES_ALIVE = 2  # at least: one of scores, one of their gradients
 FLOAT32 = 4
-KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that the optimizer keeps per trained number
+KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1}  # numbers that the optimizer keeps per trained number
 # With the base on disk (engine/block_loop.py)
 KEPT_BYTES = 2**28  # most block inputs kept between the passes; with more, the blocks are read again
 HEAD_SLICES = 32  # slices in which the engine dequantizes a head
-LEAST_WIDTH = 64  # smallest width of a model's matrices
 # A CPU dequantizes a weight at each use in slices: so many bytes of float32, but at least so many rows (bench_cpu)
 DEQUANTIZED_BYTES, LEAST_DEQUANTIZED_ROWS = 2**23, 256
 
@@ -249,14 +248,10 @@ def trained_parameters(run: Setup) -> int:
 def optimizer_state_bytes(run: Setup) -> int:
     """Size of the optimizer's state (mlx/optimizers/optimizers.py: ``init_single``).
 
-    Adam keeps two moments per number, SGD and Muon one. In pretraining with Muon, everything except the matrices of
-    blocks is trained with Adam (engine/optimizer.py). Adafactor keeps a mean for each row and column of a matrix: for
-    an adapter, about one number per ``rank`` parameters.
+    Adam keeps two moments per number, Muon one. In pretraining with Muon, everything except the matrices of blocks is
+    trained with Adam (engine/optimizer.py).
     """
     trained = trained_parameters(run)
-    if run.settings.optimizer == "adafactor":
-        rows = trained // (LEAST_WIDTH // 2 if run.settings.method in WHOLE else run.settings.lora.rank)
-        return FLOAT32 * (rows + trained // LEAST_WIDTH)
     numbers = KEPT_NUMBERS[run.settings.optimizer] * trained
     if run.settings.optimizer == "muon" and run.settings.method == PRETRAIN:
         numbers += trained - sum(each.weights for _, _, each in in_blocks(run.model) if len(each.shape) == 2)

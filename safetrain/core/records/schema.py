@@ -62,7 +62,7 @@ class Train:
     method: str = choice("lora", "dora", *WHOLE, *PAIRED)
     beta: float = number(above=0, at_most=10)
     from_adapter: str | None
-    optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
+    optimizer: str = choice("adam", "adamw", "muon")
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
@@ -93,10 +93,9 @@ class Train:
     @property
     def lacks_rate(self) -> str:
         """Why the learning rate must be set; empty if one is set or recommended."""
-        like_adam = self.method == PRETRAIN and self.optimizer == "muon"  # its steps are as large as Adam's
-        if self.learning_rate is not None or self.optimizer not in ("muon", "sgd") or like_adam:
-            return ""
-        return f"train.optimizer = {self.optimizer} has no recommended rate: set train.learning_rate"
+        if self.learning_rate is not None or self.optimizer != "muon" or self.method == PRETRAIN:
+            return ""  # in pretraining Muon's steps are as large as Adam's
+        return "train.optimizer = muon has no recommended rate: set train.learning_rate"
 
 
 @dataclass(kw_only=True)
