@@ -49,8 +49,6 @@ REFUSAL = re.compile(  # at the beginning of a sentence or clause
 )
 HEAD = 160  # characters of an answer that are searched for a refusal
 
-CALCULATOR = re.compile(r"<<(?=[^=>]{0,200}?\d)[\d\s.,+\-*/()%$]++=[\d\s.,+\-/()%$=]*+>>")  # GSM8K
-
 KEY_PARTS = ("AKIA", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "sk-", "hf_", "xox", "AIza", "_live_", "npm_",
              "SG.", "PRIVATE KEY-----")  # fmt: skip
 KEY = re.compile(  # from AWS, GitHub, GitLab, model providers, Hugging Face, Slack, Google, Stripe, npm, SendGrid
@@ -148,12 +146,6 @@ def placeholder(text: str) -> str:
     return gap[0] if gap else ""
 
 
-def calculator_mark(text: str) -> str:
-    """Find the first calculator mark, such as those in GSM8K's answers."""
-    mark = CALCULATOR.search(text)
-    return mark[0] if mark else ""
-
-
 def mojibake(text: str) -> str:
     """Find the first wrongly decoded word and its correction, or the text around a lost character."""
     if "\ufffd" in text:
@@ -237,9 +229,4 @@ def is_refusal(answer: str) -> bool:
     return REFUSAL.search(answer[:HEAD].lower().replace("’", "'")) is not None
 
 
-CHECKS = {
-    "PLACEHOLDERS": placeholder,
-    "CALCULATOR-MARKS": calculator_mark,
-    "MOJIBAKE": mojibake,
-    "INVISIBLE-CHARACTERS": invisible_character,
-}
+CHECKS = {"PLACEHOLDERS": placeholder, "MOJIBAKE": mojibake, "INVISIBLE-CHARACTERS": invisible_character}

@@ -102,9 +102,6 @@ KINDS = {
         WARNING, "the literal chat marker {detail} in {rows} would be trained on as plain text",
         "turn these rows into chats (messages with roles), or remove the markers", by_detail=True),
     "PLACEHOLDERS": Kind(WARNING, "an unfilled placeholder such as {detail} in {rows}", DROP),
-    "CALCULATOR-MARKS": Kind(
-        WARNING, "calculator marks such as {detail} in {rows}: the model would learn to write them",
-        "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
         f"{FIX} repairs most; characters that became U+FFFD are lost: export the file again"),

@@ -31,7 +31,6 @@ KEYS = [  # in two parts, so that no scanner takes this file for a leak
 ]
 PLANTED = [
     (chat("Which key?", f"It is {KEYS[1]}."), "SECRETS", "a secret key (ghp_a…, 40 characters)"),
-    (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
     (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
     (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
     (chat("Who acts in it?", "FranÃ§oise Yip."), "MOJIBAKE", "'Françoise"),
