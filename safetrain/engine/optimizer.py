@@ -19,8 +19,6 @@ from mlx.utils import tree_flatten
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
-from safetrain.engine.cpu.blas import blas_threads
-from safetrain.engine.cpu.kernels import on_stream, streams_of
 from safetrain.engine.layers import Trained, part_at
 from safetrain.engine.model import BaseModel
 
@@ -42,7 +40,6 @@ class BlockOptimizer:
     def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False) -> None:
         self._mlx = mlx_optimizer
         self._of_block: Callable[..., Any] = mx.compile(self._pure) if compiled else self._pure
-        self._states = dict[str, dict[str, mx.array]]()  # parts of the state that have been used, by name
 
     @property
     def state(self) -> Tree:
@@ -51,28 +48,25 @@ class BlockOptimizer:
 
     @state.setter
     def state(self, state: Tree) -> None:
-        self._mlx.state, self._states = state, {}
+        self._mlx.state = state
 
     def init(self, parameters: Tree) -> None:
         """Create new optimizer state for ``parameters``; call before the first update."""
         self._mlx.init(parameters)
-        self._states = {}
 
     def update(self, trained: Trained, gradient: Tree, rate: float, scale: float) -> None:
         """Update the trained arrays with the gradient times ``scale``, at learning rate ``rate``."""
         step, now, evaluate = self._mlx.step + 1, mx.array(rate), mx.eval if device().on_cpu else mx.async_eval
-        with blas_threads(device().shards):
-            for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
-                names, gradients = zip(*block, strict=True)
-                own = [self._states.get(name) or part_at(self.state, name) for name in names]
-                self._states |= zip(names, own, strict=True)
-                old = list(trained.arrays(names).values()), [dict(state) for state in own]
-                new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
-                del old  # so that mlx can reuse their memory
-                for state, values in zip(own, states, strict=True):
-                    state.update(values)
-                trained.put(dict(zip(names, new, strict=True)))
-                evaluate(new, states)
+        for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
+            names, gradients = zip(*block, strict=True)
+            own = [part_at(self.state, name) for name in names]
+            old = list(trained.arrays(names).values()), [dict(state) for state in own]
+            new, states = self._of_block(list(gradients), *old, step, now, mx.array(scale))
+            del old  # so that mlx can reuse their memory
+            for state, values in zip(own, states, strict=True):
+                state.update(values)
+            trained.put(dict(zip(names, new, strict=True)))
+            evaluate(new, states)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
 
@@ -81,11 +75,8 @@ class BlockOptimizer:
     ) -> tuple[Arrays, list[Any]]:
         """New parameters and their optimizer state."""
         self.state["step"], self.state["learning_rate"] = step, rate
-        new, streams = list[mx.array](), streams_of([parameter.size for parameter in parameters])
-        for gradient, parameter, own, stream in zip(gradients, parameters, states, streams, strict=True):
-            with on_stream(stream):
-                new.append(self._mlx.apply_single(gradient * scale, parameter, own))
-        return new, states
+        each = zip(gradients, parameters, states, strict=True)
+        return [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each], states
 
 
 def apply_gradient(

@@ -17,7 +17,7 @@ from safetrain.core.recorder import Recorder
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout
-from safetrain.engine.cpu.kernels import on_stream
+from safetrain.engine.cpu.kernels import stream_of
 from safetrain.engine.evaluation import answer, row_losses
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Watcher
@@ -40,7 +40,10 @@ def errors_of_reading_end_here() -> Iterator[None]:
     """mlx reports a read that failed ahead of time in whatever a stream computes next, perhaps in another test."""
     yield
     for index in 2 * [*range(device().shards), None]:
-        with contextlib.suppress(RuntimeError), contextlib.nullcontext() if index is None else on_stream(index):
+        with (
+            contextlib.suppress(RuntimeError),
+            contextlib.nullcontext() if index is None else mx.stream(stream_of(index)),
+        ):
             mx.synchronize()
 
 

@@ -8,7 +8,6 @@ parallel, each on its own stream.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -139,27 +138,13 @@ def side_by_side(compute: Callable[[Given], Made], shards: Sequence[Given]) -> l
     results = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):
-            with on_stream(index):
+            with mx.stream(stream_of(index)):
                 results.append(compute(shard))
         mx.eval(results)
     return results
 
 
-def streams_of(sizes: Sequence[int]) -> list[int]:
-    """A stream for each of some arrays, by their sizes, so that all streams compute about as many numbers."""
-    streams, numbers = [0] * len(sizes), [0] * device().shards
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        streams[place] = numbers.index(min(numbers))
-        numbers[streams[place]] += sizes[place]
-    return streams
-
-
-def on_stream(index: int) -> AbstractContextManager[Any]:
-    """Compute on one of a CPU's streams inside; a GPU has one stream."""
-    return mx.stream(_stream(index)) if device().on_cpu else nullcontext()
-
-
 @functools.cache
-def _stream(index: int) -> mx.Stream:
+def stream_of(index: int) -> mx.Stream:
     """A stream for one shard. Cached, because mlx gives each a thread and frees none."""
     return mx.new_stream(mx.cpu)
