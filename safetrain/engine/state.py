@@ -65,8 +65,6 @@ class TrainState:
     since_record_labels: int = 0  # labels since the last record
     since_record_seconds: float = 0.0  # training time since the last record
     elapsed_seconds: float = 0.0  # training time since the start of the run
-    final_loss: float = 0.0  # sum of losses in nats over the last tenth of the run
-    final_terms: int = 0  # labels, or pairs, in it
     computed_tokens: int = 0  # with padding
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     validations_since_best: int = 0
@@ -161,7 +159,6 @@ def load_checkpoint(
         set_adapter_weights(model, load_arrays(checkpoint.folder / "adapters.safetensors"))
         optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
         if longer:
-            state.final_loss, state.final_terms = 0.0, 0  # the last tenth of the run has moved
             say(f"train.num_epochs is larger than before: the run continues from step {state.step}; or {START_OVER}")
         return state
     if is_lost:

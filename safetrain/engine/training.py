@@ -37,8 +37,8 @@ from safetrain.engine.tuned import TunedModel, remember_best
 from safetrain.engine.update import measure, work_of
 from safetrain.engine.weight_files import ADAPTER_FILE, bytes_of
 
-FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, independent of log_steps
 REMEMBERED = 32  # updates whose losses a new loss is compared with
+FINAL_SHARE = 0.1  # of the updates, but at most REMEMBERED: the final training loss is the mean of the last
 OF_PAIRS = ("valid_accuracy", "valid_margin", "chosen_logp", "rejected_logp")
 ENOUGH = 8  # earlier updates that are needed to call a higher loss a jump
 
@@ -162,12 +162,8 @@ def _count(run: TrainingRun, update: Update, summed_loss: float, norm: float, se
         return
     state.labels += update.labels
     terms = update.pairs or update.labels
-    loss = summed_loss * (terms / update.labels)  # summed over pairs, or labels
     state.recent_losses = [*state.recent_losses, summed_loss / update.labels][-REMEMBERED:]
-    if state.step > run.job.updates - max(1, round(FINAL_SHARE * run.job.updates)):
-        state.final_loss += loss
-        state.final_terms += terms
-    state.since_record_loss += loss
+    state.since_record_loss += summed_loss * (terms / update.labels)  # summed over pairs, or labels
     state.since_record_terms += terms
     state.since_record_labels += update.labels
 
@@ -317,14 +313,12 @@ def _number(value: float) -> float | None:
 
 def _result(run: TrainingRun) -> Result:
     state = run.state
-    if not state.final_terms:  # stopped early: use the last updates
-        state.final_loss, state.final_terms = sum(state.recent_losses), len(state.recent_losses)
-    if not state.final_terms or state.valid_loss is None or state.best_valid_loss is None:
+    last = state.recent_losses[-max(1, round(FINAL_SHARE * run.job.updates)) :]
+    if not last or state.valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
-    final = state.final_loss / state.final_terms
     bits = state.best_valid_loss * run.job.bits_per_byte_of_nat or None
     metrics = TrainingMetrics(
-        final_train_loss=final, valid_loss=state.valid_loss, best_valid_loss=state.best_valid_loss,
+        final_train_loss=statistics.mean(last), valid_loss=state.valid_loss, best_valid_loss=state.best_valid_loss,
         best_step=state.best_step, steps=state.step, best_valid_bits_per_byte=bits,
     )  # fmt: skip
     trainable = sum(weight.size for weight in adapter_weights(run.model).values())

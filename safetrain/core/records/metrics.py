@@ -41,7 +41,7 @@ KINDS: dict[str, Any] = {column.name: int if column.type is int else float for c
 class TrainingMetrics:
     """training_metrics.json: the numbers for comparing runs. Losses in nats per label, or per pair of answers."""
 
-    final_train_loss: float  # mean over the last tenth of the steps
+    final_train_loss: float  # mean over the last tenth of the steps, at most 32
     valid_loss: float  # after the last step
     best_valid_loss: float
     best_step: int
