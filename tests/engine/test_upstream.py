@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mlx_lm.models import base, llama
 
+from safetrain.core.errors import ModelError
 from safetrain.engine.upstream import adaptation
 from safetrain.engine.upstream.adaptation import few_blocks, trunk_of
 from safetrain.engine.upstream.family import build
-from safetrain.engine.upstream.loading import READ_DIRECTLY
+from safetrain.engine.upstream.loading import READ_DIRECTLY, load
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 
@@ -66,3 +68,8 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
         assert len(module.layers) == 1
     with few_blocks(build(config_of("muse_spark"))) as fewer:  # whose trunk has them as a property
         assert not fewer
+
+
+def test_a_folder_that_mlx_lm_takes_for_a_pattern_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="rename the folder"):
+        load(tmp_path / "my [new] model")

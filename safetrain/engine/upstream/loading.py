@@ -8,7 +8,6 @@ import glob
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +79,9 @@ def training_refusal(folder: Path) -> str:
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Open a model as stored, without reading its weights; returns the model and its config.json."""
+    if glob.escape(str(folder)) != str(folder):
+        what, do = "mlx-lm cannot open a folder with [, * or ? in its path.", "rename the folder"
+        raise ModelError(what, where=folder, do=do)
     config = load_config(folder)
     if setting := unread_setting(json.dumps(config, sort_keys=True)):
         what = f"{config['model_type']} in mlx-lm does not read {setting}, so it would compute another model."
@@ -88,8 +90,7 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     if entry and not entry.get("quant_method"):  # mlx-lm's own format, under either key
         given["quantization"] = entry
     try:
-        with _plain_name(folder) as plain:
-            module, config = load_model(plain, lazy=True, model_config=copy.deepcopy(given))  # some families change it
+        module, config = load_model(folder, lazy=True, model_config=copy.deepcopy(given))  # some families change it
     except FOREIGN as error:
         method, family = entry.get("quant_method"), config["model_type"]
         if NO_MEMORY.search(str(error)) or not (method or str(error).startswith(UNFIT)):
@@ -102,18 +103,6 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     if any(getattr(part, "global_scale", None) is not None for _, part in module.named_modules()):
         raise ValueError("experts quantized with a global scale (nvfp4) are not supported")
     return module, config
-
-
-@contextmanager
-def _plain_name(folder: Path) -> Iterator[Path]:
-    """The folder under a name without [, * and ?, which mlx-lm would take as a pattern."""
-    if glob.escape(str(folder)) == str(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        link = Path(scratch) / "model"
-        link.symlink_to(folder.resolve(), target_is_directory=True)
-        yield link
 
 
 def require_own_head(module: Any, config: Mapping[str, Any], folder: Path) -> None:
@@ -192,12 +181,12 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
     """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
 
     def write(folder: Path) -> None:
-        with errors_told("convert the model", source), _plain_name(source) as plain:
+        with errors_told("convert the model", source):
             module, config = load(source)
             if (name := config.get("torch_dtype")) in ("float16", "bfloat16", "float32"):
                 cast(module, getattr(mx, name))
             module, config = quantize_model(module, config, group_size, bits)
-            save(folder, plain, module, load_tokenizer(plain), config)
+            save(folder, source, module, load_tokenizer(source), config)
         read_model_files(folder)
 
     write_folder(target, write)
