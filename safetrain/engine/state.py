@@ -6,7 +6,6 @@ Random numbers are functions of the step (engine/layers.py), so a checkpoint hol
 import dataclasses
 import json
 import shutil
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,16 +28,8 @@ from safetrain.core.records.run_state import (
     to_prune,
     write_manifest,
 )
-from safetrain.core.storage.files import (
-    append_after,
-    read_or_none,
-    remove_folder,
-    sha256_of,
-    write_folder,
-    write_json,
-    write_record,
-)
-from safetrain.core.storage.paths import HISTORY, POINTER
+from safetrain.core.storage.files import read_or_none, remove_folder, sha256_of, write_folder, write_json, write_record
+from safetrain.core.storage.paths import POINTER
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.job import Job
 from safetrain.engine.model import BaseModel
@@ -49,6 +40,7 @@ RECORD_BYTES = 2**9  # of a record's line, at most
 START = Cursor(0, 0)
 START_OVER = "remove it: safetrain discard"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
+RECORDS_FILE = "records.csv"
 
 
 @dataclass
@@ -76,15 +68,12 @@ class TrainState:
     best_step: int = 0
     best_sha256: str = ""  # of the file with the best step's weights, which are only on disk
     grad_norm: float | None = None  # of the last update, before clipping; None: before the first
-    records: list[StepRecord] = field(default_factory=list)  # in HISTORY, not in checkpoints
-    saved_records: int = 0  # of them, in the first ``history_bytes`` of HISTORY, whose CRC-32 is ``history_crc``
-    history_bytes: int = 0
-    history_crc: int = 0
+    records: list[StepRecord] = field(default_factory=list)  # in RECORDS_FILE
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
 def size_of(model: BaseModel, optimizer: BlockOptimizer, records: int = 0) -> int:
-    """Bytes of one checkpoint with so many new records."""
+    """Bytes of one checkpoint with so many records."""
     weights = bytes_of(adapter_weights(model))
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
     return checkpoint_bytes(weights, moments) + RECORD_BYTES * records
@@ -96,7 +85,6 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
     Raises OSError when a write fails.
     """
     final, best = job.output / name_of(state.cursor.epoch, state.step), best_file(job, state)
-    _save_records(job.output / HISTORY, state)
     bare = dataclasses.asdict(dataclasses.replace(state, records=[]))
 
     def write(folder: Path) -> None:
@@ -104,6 +92,7 @@ def save_checkpoint(job: Job, state: TrainState, model: BaseModel, optimizer: Bl
         save_arrays(folder / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
         if best is not None:
             shutil.copyfile(best, folder / BEST_FILE)
+        (folder / RECORDS_FILE).write_text(csv_of(state.records), encoding="utf-8", newline="\n")
         write_json(folder / "state.json", {**bare, "identity": dataclasses.asdict(job.identity)})
         write_manifest(folder)
 
@@ -153,9 +142,6 @@ def load_checkpoint(
             is_lost = True
             continue
         state, longer = _read_state(checkpoint.folder, job.identity)
-        if not state.records:  # training does not need them
-            say(f"{HISTORY} is damaged: training_metrics.csv begins after step {state.step}")
-            state.saved_records = state.history_bytes = state.history_crc = 0
         set_adapter_weights(model, load_arrays(checkpoint.folder / "adapters.safetensors"))
         optimizer.state = tree_unflatten(list(load_arrays(checkpoint.folder / "optimizer.safetensors").items()))
         if longer:
@@ -176,8 +162,8 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         theirs, cursor = RunIdentity(**value["identity"]), Cursor(**value["cursor"])
         own = {field.name: value[field.name] for field in dataclasses.fields(TrainState)}
         state = TrainState(**{**own, "cursor": cursor, "resumed_from_step": value["step"]})
-        state.records = _saved_records(folder.parent / HISTORY, state)
-    except (ValueError, KeyError, TypeError) as error:
+        state.records = parse_csv((folder / RECORDS_FILE).read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         what = f"The checkpoint was written by a different version: {error}"
         raise TrainingError(what, where=folder, do=START_OVER) from error
     longer = identity.is_longer_than(theirs)
@@ -186,20 +172,3 @@ def _read_state(folder: Path, identity: RunIdentity) -> tuple[TrainState, bool]:
         do = f"undo the difference to continue that run, or {START_OVER}; then run the same command again"
         raise TrainingError(what, where=folder.parent / POINTER, do=do)
     return state, longer
-
-
-def _save_records(path: Path, state: TrainState) -> None:
-    """Write the records since the last checkpoint to the history, after those of that checkpoint."""
-    if not path.is_file() or path.stat().st_size < state.history_bytes:
-        state.saved_records = state.history_bytes = state.history_crc = 0
-    new = csv_of(state.records[state.saved_records :], head=not state.history_bytes).encode()
-    append_after(path, state.history_bytes, new)
-    state.saved_records, state.history_bytes = len(state.records), state.history_bytes + len(new)
-    state.history_crc = zlib.crc32(new, state.history_crc)
-
-
-def _saved_records(path: Path, state: TrainState) -> list[StepRecord]:
-    """The records up to a checkpoint; none if the history is damaged. Raises ValueError for other columns."""
-    content = path.read_bytes()[: state.history_bytes] if path.is_file() else b""
-    is_whole = len(content) == state.history_bytes and zlib.crc32(content) == state.history_crc
-    return parse_csv(content.decode()) if is_whole else []

@@ -253,7 +253,7 @@ def save(run: TrainingRun) -> None:
         require_same_weights(run.ranks, run.model, state.step)
     if run.ranks.writes:
         with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
-            size = size_of(run.model, run.optimizer, len(state.records) - state.saved_records)
+            size = size_of(run.model, run.optimizer, len(state.records))
             run.write(size, lambda: save_checkpoint(job, state, run.model, run.optimizer))
 
 

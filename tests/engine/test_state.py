@@ -24,7 +24,7 @@ from safetrain.core.records.metrics import parse_csv
 from safetrain.core.records.run_state import MANIFEST, TEXT_BYTES, RunIdentity, RunState, checkpoints_in, write_manifest
 from safetrain.core.records.settings import identity_of
 from safetrain.core.storage.files import read_or_none, write_record
-from safetrain.core.storage.paths import HISTORY, POINTER
+from safetrain.core.storage.paths import POINTER
 from safetrain.engine import run as run_module
 from safetrain.engine import state
 from safetrain.engine.adapters import adapter_weights
@@ -35,7 +35,7 @@ from safetrain.engine.training import Result
 from safetrain.engine.update import prepare
 from safetrain.engine.weight_files import save_arrays
 from tests.engine.exact import SETTINGS, STILL, distance, flat, rows_of
-from tests.engine.test_training import final_state, job_in, metrics_without_time, require_same_run, run, same
+from tests.engine.test_training import final_state, job_in, require_same_run, run, same
 from tests.support.jobs import with_rows
 from tests.support.random_models import TINY, build_model
 
@@ -141,43 +141,25 @@ def test_without_a_whole_checkpoint_the_run_says_so_and_starts_over(base: Path, 
     assert same(final_state(broken), final_state(unbroken))
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, cut, flip])
-def test_a_lost_history_costs_lines_of_the_metrics_alone(
-    base: Path, unbroken: Path, broken: Path, damage: Callable[[Path], None]
-) -> None:
-    damage(broken / HISTORY)
-    result, said = telling(job_of(broken, base))
-    assert said == [f"{HISTORY} is damaged: training_metrics.csv begins after step {STOPPED_AT}"]
-    assert result.state.resumed_from_step == STOPPED_AT
-    assert same(final_state(broken), final_state(unbroken))
-    metrics, whole = metrics_without_time(broken), metrics_without_time(unbroken)
-    assert metrics == whole[-len(metrics) :]
-    assert metrics[0]["step"] == str(STOPPED_AT + 1)
-    assert result.metrics == run(job_of(unbroken.with_name("again"), base)).metrics
-
-
-def test_records_are_written_once_whatever_the_length_of_the_run(base: Path, tmp_path: Path) -> None:
-    """Also if the run was killed after a checkpoint's records and before the checkpoint, and if DVC removed the CSV."""
+def test_a_checkpoint_has_all_records_before_it(base: Path, tmp_path: Path) -> None:
+    """They become the run's metrics again if DVC removed these."""
     job = job_of(tmp_path / "long", base, num_epochs=10, log_steps=1, save_steps=1, eval_steps=100)
     with pytest.raises(InterruptedRun):
         run(job, stop_at=20)
-    with (job.output / HISTORY).open("a") as file:
-        file.write("21,7.0,half of a li")
     (job.output / "metrics.csv").unlink()
     run(job)
-    metrics, history = ((job.output / name).read_text() for name in ("metrics.csv", HISTORY))
-    assert metrics == history
-    assert [record.step for record in parse_csv(history)] == list(range(31))
-    newest, before = (checkpoint.folder for checkpoint in checkpoints_in(job.output)[:2])
-    sizes = [(folder / "state.json").stat().st_size for folder in (before, newest)]
-    assert max(sizes) < 4000
-    assert max(len(line) for line in history.splitlines()) < state.RECORD_BYTES
+    newest = checkpoints_in(job.output)[0].folder
+    records = (newest / state.RECORDS_FILE).read_text()
+    assert records == (job.output / "metrics.csv").read_text()
+    assert [record.step for record in parse_csv(records)] == list(range(31))
+    assert (newest / "state.json").stat().st_size < 4000
+    assert max(len(line) for line in records.splitlines()) < state.RECORD_BYTES
     model, _ = prepare(base, job.settings)
     optimizer = optimizer_of(job.settings)
     optimizer.init(model.module.trainable_parameters())
-    written = sum(file.stat().st_size for file in newest.iterdir()) + len(history) // 31
-    text = TEXT_BYTES + state.RECORD_BYTES
-    assert 0 <= state.size_of(model, optimizer, 1) - written < text
+    written = sum(file.stat().st_size for file in newest.iterdir())
+    text = TEXT_BYTES + 31 * state.RECORD_BYTES
+    assert 0 <= state.size_of(model, optimizer, 31) - written < text
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
