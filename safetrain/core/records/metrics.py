@@ -97,9 +97,9 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
         return max(self.peak_memory_bytes, self.predicted_peak_bytes)
 
 
-def csv_of(records: Sequence[StepRecord], *, head: bool = True) -> str:
-    """Lines of a metrics file, with or without its header."""
-    return "".join([",".join(KINDS) + "\n" if head else "", *map(_line_of, records)])
+def csv_of(records: Sequence[StepRecord]) -> str:
+    """A metrics file with its header."""
+    return "".join([",".join(KINDS) + "\n", *map(_line_of, records)])
 
 
 def append_csv(path: Path, record: StepRecord) -> None:

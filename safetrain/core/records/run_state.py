@@ -152,9 +152,8 @@ def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
 
 def mirror(source: Path, target: Path) -> None:
     """Give ``target`` the checkpoints of ``source``, no others, and what a resume needs beside them."""
-    for name in (paths.HISTORY, paths.LADDER):
-        if (source / name).is_file():
-            write_atomic(target / name, partial(shutil.copyfile, source / name))
+    if (source / paths.LADDER).is_file():
+        write_atomic(target / paths.LADDER, partial(shutil.copyfile, source / paths.LADDER))
     names = {checkpoint.folder.name for checkpoint in checkpoints_in(source)}
     for name in names:
         if not (target / name).exists():
@@ -195,7 +194,6 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     """
     (output / paths.POINTER).unlink(missing_ok=True)
     (output / paths.LADDER).unlink(missing_ok=True)
-    (output / paths.HISTORY).unlink(missing_ok=True)
     remove_half_written(output)
     checkpoints = list(output.glob(paths.CHECKPOINTS))
     for folder in [*checkpoints, *(output.glob(paths.DAMAGED + paths.CHECKPOINTS) if damaged_too else ())]:

@@ -112,16 +112,6 @@ def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
-def append_after(path: Path, size: int, content: bytes) -> None:
-    """Write ``content`` after the first ``size`` bytes of a file, replacing the rest; raises OSError."""
-    with path.open("r+b" if size else "wb") as file:
-        file.truncate(size)
-        file.seek(size)
-        file.write(content)
-        file.flush()
-        make_durable(file.fileno())
-
-
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` to ``path`` as indented JSON with a final newline, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -20,7 +20,6 @@ UNFINISHED, KEPT = "unfinished", "last_result"  # a run's own results until it f
 BEST_ADAPTER = OUTPUT / UNFINISHED / ADAPTERS.name
 POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
-HISTORY = "training_history.csv"  # the records up to the newest checkpoint, for all checkpoints
 BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
 JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in FLIGHT
