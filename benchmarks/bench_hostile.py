@@ -291,7 +291,7 @@ def command_line(draw: Random, number: int) -> Words:
 
 
 READ, CHECK, ASK = "validate @ --model models/tiny", "validate data/tiny", "ask hello --max-new-tokens 4"
-INFO, PLAN, FLIGHT = "info models/tiny", "estimate models/tiny", "preflight preflight.level=quick"
+PLAN, FLIGHT = "estimate models/tiny", "preflight preflight.level=quick"
 JOB, TRAIN, BEGUN = "stages.preflight --cfg job", "stages.train", "train.from_adapter=first"
 LOADED = ("preflight preflight.level=probe", "chat --base", "chat --compare", ASK)
 STAGE = "stages.validate_data data.path=@ train.method="
@@ -304,9 +304,9 @@ KINDS: dict[str, tuple[int, tuple[str, ...], Change]] = {  # cases of a full run
     "by-hand": (60, (READ,), by_hand), "reading": (20, (READ,), reading),
     "rows": (200, (READ, f"{READ} --json", f"{READ} --show-mask=2", f"{READ} --fix out.jsonl", f"{STAGE}dpo",
                    f"{READ} --columns prompt=text", f"{STAGE}pretrain lora.rank=null lora.dropout=null"), rows),
-    "weights": (140, (INFO, PLAN, CHECK, *LOADED), spoiled(WEIGHTS)),
-    "config": (180, (INFO, PLAN, CHECK, FLIGHT, *LOADED), spoiled(CONFIG)),
-    "index": (40, (INFO, PLAN, CHECK, FLIGHT, ASK), spoiled(f"{WEIGHTS}.index.json")),
+    "weights": (140, (PLAN, CHECK, *LOADED), spoiled(WEIGHTS)),
+    "config": (180, (PLAN, CHECK, FLIGHT, *LOADED), spoiled(CONFIG)),
+    "index": (40, (PLAN, CHECK, FLIGHT, ASK), spoiled(f"{WEIGHTS}.index.json")),
     "tokenizer": (120, (CHECK, CHECK, ASK), spoiled(*(MODEL / f"{name}.json" for name in TOKENIZER))),
     "template": (110, (CHECK, CHECK, ASK), template),
     "adapter": (70, (ASK, "export peft out", "result"), spoiled(*(OUTPUT / "adapters" / name for name in ADAPTER))),

@@ -69,7 +69,7 @@ WITHOUT = (
     "{% if 1 %}" * 2000, "{{ dict(a=dict)['a']() }}", "{{ caller() }}", "{{ messages|map('x') }}", "{{ [].pop() }}",
     "{{ messages|groupby(1) }}", "{{ joiner() }}{{ '%s' % () }}", "{{ '{0.__class__}'.format(1) }}", "{{ not_a() }}",
 )  # fmt: skip
-COMMANDS = ("info", "validate", "preflight", "estimate", "set", "runs", "monitor", "result", "report", "ask", "chat",
+COMMANDS = ("validate", "preflight", "estimate", "set", "runs", "monitor", "result", "report", "ask", "chat",
             "fuse", "convert", "diagnose", "discard", "export")  # fmt: skip
 WORDS = ("", " ", "-", "--", "-1", "0", "1e999", "9" * 20, "nan", "\udcff", "\x1b[2J", "[/x]", "a" * 5000, "/dev/zero",
          "/", ".", "..", "models/tiny", "data/tiny", "params.yaml", "--help", "{a: [", "${oc.env:HOME}", "é=ü",

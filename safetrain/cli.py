@@ -12,7 +12,7 @@ from typer import Context, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from safetrain.cli_models import ask, chat, convert, export, fetch, fuse, push
-from safetrain.cli_plan import estimate, info, preflight, selftest, validate
+from safetrain.cli_plan import estimate, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import ConfigError, SafetrainError
@@ -27,7 +27,7 @@ HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
     "A project": (init, update),
-    "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
+    "Before training": (fetch, convert, validate, preflight, estimate, selftest),
     "Train": (run, set_, runs),
     "Inspect a run": (monitor, result, report, track),
     "Use the model": (ask, chat, fuse, push, ("export", export)),

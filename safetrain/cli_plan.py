@@ -1,4 +1,4 @@
-"""Commands of `safetrain` to run before training: info, validate, preflight, estimate and selftest."""
+"""Commands of `safetrain` to run before training: validate, preflight, estimate and selftest."""
 
 import subprocess
 import sys
@@ -17,16 +17,6 @@ from safetrain.project import console, model_of_params, params, require_project,
 
 PROBE = "safetrain.engine.dry_run"
 Method = StrEnum("Method", "lora dora full dpo orpo pretrain")
-
-
-def info(
-    model: Annotated[Path | None, Argument(help="model folder or config.json; default: model.path")] = None,
-) -> None:
-    """Print a model's sizes and the minimum memory for training it."""
-    from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate import print_info
-
-    print_info(console(), read_model_plan(model or model_of_params()))
 
 
 def validate(

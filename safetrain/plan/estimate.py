@@ -1,4 +1,4 @@
-"""`safetrain info` and `safetrain estimate`: memory and time of a training run, here or on a described machine."""
+"""`safetrain estimate`: memory and time of a training run, here or on a described machine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,7 @@ from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
 from safetrain.plan.candidates import ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
 from safetrain.plan.hub import fetched_config
-from safetrain.plan.machine import ANY_CPU, ANY_GPU
 
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HUB = "hub:"  # before a Hub ID
 DISK_BYTES_PER_SECOND = 2.5e9  # assumed for an internal SSD
 
@@ -41,25 +39,6 @@ def estimate_of(
     return Estimate(model, settings, machine.backend, machine=machine)
 
 
-def print_info(console: Console, model: ModelFiles) -> None:
-    """Print parameters, shapes and sizes, and the minimum memory for training on one row, by the closed form."""
-    on_gpu, on_cpu = (estimate_of(model, machine).cheapest for machine in (ANY_GPU, ANY_CPU))
-    _print_model(console, on_gpu)
-    context = f"{model.max_positions:,} tokens" if model.max_positions else "unknown"
-    console.print(f"{model.num_heads} heads, vocabulary {model.vocab_size:,}, context {context}")
-    if model.model_type not in FAMILIES:
-        console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
-        return
-    columns = "tokens", "memory on a GPU", "on CPU", "on a GPU, base on disk", "on CPU, base on disk"
-    table = _table(console, "one row, LoRA rank 16, blocks recomputed", *columns)
-    for tokens in LENGTHS:
-        if model.max_positions is None or tokens <= model.max_positions:
-            long = [each.but(max_seq_length=tokens) for each in (on_gpu, on_cpu)]
-            runs = [*long, *(each.but(stream_base=True) for each in long)]
-            table.add_row(f"{tokens:,}", *(size(run.needed_bytes) for run in runs))
-    console.print(table)
-
-
 def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     """Print a run's memory term by term and, if it does not fit, changes that would. Returns whether the run fits."""
     _print_model(console, run)
@@ -75,7 +54,11 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     rank = f" rank {settings.lora.rank}" if settings.method not in WHOLE else ""
     shape = f"{settings.batch_size} x {settings.max_seq_length} tokens"
     here = f"{name} ({run.machine.backend}, budget {size(run.machine.memory_budget_bytes)})"
-    table = _table(console, f"{shape}, {settings.method}{rank}{note}, on {here}")
+    # rich would wrap a table's own title at the table's width
+    console.print(f"\n{shape}, {settings.method}{rank}{note}, on {here}", style="italic")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     sizes = {
         **run.terms,
         "predicted peak of mlx": run.peak_bytes,
@@ -121,15 +104,6 @@ def _print_model(console: Console, run: Estimate) -> None:
     weights = f"{model.parameters / 1e6:,.1f}M parameters, {bits}, {size(model.static_bytes)} of weights"
     blocks = f"{model.num_layers} blocks of width {model.hidden_size}"
     console.print(f"{model.model_type}: {weights}, {blocks}; {trained_parameters(run) / 1e6:.1f}M trained")
-
-
-def _table(console: Console, title: str, *columns: str) -> Table:
-    """Print a title and return an empty table; rich would wrap a table's own title at the table's width."""
-    console.print(f"\n{title}", style="italic")
-    table = Table(box=None, pad_edge=False, show_header=bool(columns))
-    for place, name in enumerate(columns or ("", "")):
-        table.add_column(name, justify="right" if place else "left")
-    return table
 
 
 def model_to_estimate(name: Path) -> ModelFiles:

@@ -52,7 +52,6 @@ EXAMPLE = "mine: {chip: CPU, backend: cpu, total_memory_gb: 16, usable_memory_gb
 HERE = "this machine"
 TIMED = "compute_dtype", "quantized_compute_dtype", "dequantizing_pays", "labels_at_once"
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
-ANY_CPU = replace(ANY_GPU, chip="a CPU", backend="cpu")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_what_is_added_is_pushed_collected_and_comes_back(workspace: Workspace) 
         lose()
         workspace.run("dvc", "pull", "--force")  # fails, because no stage has run yet
         assert all((folder / name).exists() for name in (ONE, TWO, f"{MODEL}/config.json"))
-    assert "no model" not in workspace.succeed("safetrain", "info", MODEL)
+    assert "no model" not in workspace.succeed("safetrain", "estimate", MODEL)
     stage = ("safetrain", "stage", "validate_data") if (folder / ".safetrain").is_dir() else None
     workspace.succeed(*(stage or ("python", "-m", "stages.validate_data")), f"data.path={ONE}")
     workspace.succeed("dvc", "repro", "validate_data")
