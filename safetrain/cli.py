@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from typer import Context, Exit, Option, Typer
 from typer.core import TyperGroup
 
-from safetrain.cli_models import ask, chat, convert, export, fetch, fuse, push
+from safetrain.cli_models import convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
+from safetrain.cli_talk import ask, chat
 from safetrain.cli_watch import monitor, report, track
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import print_text

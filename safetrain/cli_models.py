@@ -1,27 +1,20 @@
-"""Commands of `safetrain` that write a model or an adapter, or talk with a model (ask and chat)."""
+"""Commands of `safetrain` that write a model or an adapter."""
 
-import json
 import shlex
-import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
-from safetrain.core.errors import ConfigError, DataError, ModelError, SafetrainError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, install_extra, print_text, size_text
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.core.formatting import counted, install_extra, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, require_new
 
 if TYPE_CHECKING:
-    from safetrain.core.text.tokenizer import ChatTokenizer
-    from safetrain.engine.model import BaseModel
     from safetrain.export.comparison import ExportJob
-    from safetrain.watch.chat import Prompts
 
 export = Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio and PEFT.")
 
@@ -206,164 +199,3 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
     from safetrain.export.comparison import ExportJob
 
     return ExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, may_lose / 100, run.compute_dtype)
-
-
-# Talking
-
-
-@dataclass(frozen=True)
-class TalkOptions:
-    """The model that a command talks to. ``adapter`` is None for the base, ``context`` (tokens) if unknown."""
-
-    folder: Path
-    adapter: Path | None
-    tokenizer: "ChatTokenizer"
-    prompts: "Prompts"
-    system: str
-    context: int | None
-    stream: bool  # the weights stay on disk
-
-
-def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
-    """Read everything except the weights, so that mistakes are found at once, and load the BLAS for mlx.
-
-    Raises SafetrainError.
-    """
-    from safetrain.core.memory.system import host_room_bytes, read_memory
-    from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.adapter_files import base_of, read_prompt_format, require_base
-    from safetrain.core.results import adapter_to_use
-    from safetrain.core.text.tokenizer import ChatTokenizer
-    from safetrain.engine.cpu.blas import load_fast_blas
-    from safetrain.watch.chat import Prompts
-    from safetrain.watch.result import unmeasured
-    from safetrain.watch.run_folder import read_run
-
-    remark = unmeasured(read_run()) if adapter == paths.ADAPTERS and not base else ""
-    adapter = adapter_to_use(adapter)
-    folder = model or base_of(adapter)
-    files = read_model_files(folder)
-    if not base:
-        require_base(adapter, folder, files.fingerprint)
-    if remark:
-        print_text(remark, sys.stderr)
-    tokenizer = ChatTokenizer(folder)
-    prompts = Prompts(tokenizer, read_prompt_format(folder if base else adapter))
-    if system and not prompts.writes_system(system):
-        raise ConfigError("The chat template has no system prompt.", where=folder, do="leave out --system")
-    chosen = prompts.system if system is None else system
-    room = host_room_bytes(read_memory())
-    stream = files.static_bytes > room
-    if stream:
-        print_text(
-            f"The model ({size_text(files.static_bytes)}) does not fit into the available memory ({size_text(room)}), "
-            "so its weights stay on disk and are read once for each token of an answer.", sys.stderr,
-        )  # fmt: skip
-    load_fast_blas()  # before anything imports mlx
-    return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions, stream)
-
-
-def ask(
-    question: str,
-    base: Annotated[bool, Option("--base", help="also show what the base model answers")] = False,
-    adapter: AdapterFolder = paths.ADAPTERS,
-    model: BaseFolder = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
-    samples: Annotated[int | None, Option(min=1, help="give N answers, drawn at temperature 1, seed 0")] = None,
-    jsonl: Annotated[bool, Option("--jsonl", help="the question is a file of rows: print them with answers")] = False,
-) -> None:
-    """Ask the tuned model a question.
-
-    Prompts are built as in training, with the system prompt if all training rows share one. A model trained only on
-    documents continues the text. With --jsonl, QUESTION is a file of rows, each with a prompt; answers that reach
-    --max-new-tokens are left out.
-    """
-    if not question.strip():
-        raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
-    if base and jsonl:
-        raise ConfigError("--base cannot be combined with --jsonl.", do="leave --base out")
-    rows = list(_prompts_in(Path(question))) if jsonl else [{"prompt": question}]
-    asked = _asked(model, adapter, None, base=False)
-    prompts = [_prompt_of(row, asked) for row in rows]
-    from safetrain.engine.upstream.generation import Conversation
-    from safetrain.engine.weight_files import apply_adapter, open_tuned
-
-    opened, temperature = open_tuned(asked.folder, None, stream=asked.stream), 1.0 if samples else 0.0
-    for label in ("base:  ", "tuned: ") if base else ("",):
-        if label != "base:  " and asked.adapter is not None:
-            apply_adapter(opened, asked.adapter)
-        speaker = Conversation(opened, asked.prompts.stop_ids, asked.context, max_new_tokens, temperature, seed=0)
-        for row, prompt in zip(rows, prompts, strict=True):
-            answers = list[str]()
-            for _ in range(samples or 1):
-                text = asked.tokenizer.decode(list(speaker.answer(prompt)))
-                if not jsonl:
-                    print_text(label + (question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER))
-                elif speaker.ended == "stop":
-                    answers.append(text.strip())
-            if jsonl:
-                print(json.dumps({**row, "answers": answers}, ensure_ascii=False), flush=True)
-
-
-def _prompt_of(row: dict[str, Any], asked: TalkOptions) -> list[int]:
-    """The tokens of a prompt, after its row's system prompt or the usual one; raises DataError if it is too long."""
-    messages = [{"role": "user", "content": row["prompt"]}]
-    prompt = asked.prompts.ids(asked.prompts.with_system(messages, row.get("system") or asked.system))
-    if asked.context is not None and len(prompt) >= asked.context:
-        got, most = f"{len(prompt)} tokens: {row['prompt'][:60]}…", f"fewer than {asked.context} tokens"
-        raise DataError("A question does not fit into the model's context.", expected=most, got=got, do="shorten it")
-    return prompt
-
-
-def _prompts_in(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a data file, each with a prompt; raises DataError."""
-    from safetrain.data.files import rows_of
-
-    if not file.is_file():
-        do = "name a file of rows, such as JSONL or CSV, or leave --jsonl out"
-        raise ConfigError("There is no such file.", where=file, do=do)
-    for place, row in rows_of(file):
-        if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
-            do = 'write rows such as {"prompt": "What is the capital of Portugal?"}'
-            raise DataError("This is no row with a prompt.", where=place.of(str(file)), do=do)
-        yield row
-
-
-def chat(
-    base: Annotated[bool, Option("--base", help="without the adapter, e.g. for a fused model (--model)")] = False,
-    compare: Annotated[bool, Option("--compare", help="show base and tuned answers")] = False,
-    adapter: AdapterFolder = paths.ADAPTERS,
-    model: BaseFolder = None,
-    system: Annotated[str | None, Option(help="system prompt ('': none); default: as in training")] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="longest answer, in tokens")] = 256,
-    temperature: Annotated[float, Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-) -> None:
-    """Talk with the tuned model; --compare adds the base model.
-
-    Ctrl-C stops an answer, and Ctrl-D ends the chat. Its commands are /reset and /exit. In a pipe, each line is a
-    question, and stdout has only answers.
-    """
-    if base and compare:
-        raise ConfigError("Use either --base or --compare.", do="--compare shows both models, --base only the base")
-    asked = _asked(model, adapter, system, base=base)
-    from safetrain.engine.upstream.generation import Conversation
-    from safetrain.engine.weight_files import open_both, open_tuned
-    from safetrain.watch.chat import HELP, Chat, Side, say
-
-    sampling = max_new_tokens, temperature
-    folder, tuned, stream = asked.folder, asked.adapter, asked.stream
-    if compare and tuned is not None:
-        opened: tuple[BaseModel, ...] = open_both(folder, tuned, stream=stream)
-    else:
-        opened = (open_tuned(folder, tuned, stream=stream),)
-    sides = [
-        Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, *sampling))
-        for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)
-    ]
-    if sys.stdin.isatty():
-        say(HELP)
-    if system is None and asked.system:
-        say(f"system prompt shared by all training rows: {asked.system}")
-    if asked.prompts.continues:
-        say("this model was not trained on chats, so it continues each line as a separate text")
-    Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()

@@ -28,7 +28,7 @@ from safetrain.core.errors import ConfigError, SafetrainError, broken_yaml
 from safetrain.core.foreign import told
 from safetrain.core.formatting import print_text
 from safetrain.core.params_file import PARAMS, read_params, values_in, with_value
-from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.schema import RENAMED, Pipeline
 from safetrain.core.storage.files import read_record, write_record, write_text
 from safetrain.core.storage.paths import shipped
 
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 PROGRAM = Path(".safetrain/program.json")
 CODE = ("safetrain/", "stages/")  # dependencies in the program's dvc.yaml that are code
-EXAMPLE = ("data/example", "data/preferences.jsonl", "models/encyclopedia-3m")
+EXAMPLE = ("data/example", "data/preferences.jsonl", "data/kinds.jsonl", "data/facts.jsonl", "models/encyclopedia-3m")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-COPIED = (".dvc/config", ".dvc/.gitignore", ".dvc/plots/curve.json")
+CHECKERS = ("conf/score/compiles.py", "conf/score/facts.json", "conf/score/last_number.py")
+COPIED = (".dvc/config", ".dvc/.gitignore", ".dvc/plots/curve.json", *CHECKERS)
 OVERLAY = """# @package _global_
 # Several values at once, for this run only: safetrain run experiment=mine
 train:
@@ -51,6 +52,8 @@ GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its 
 !/data/*.dvc
 !/data/example/
 !/data/preferences.jsonl
+!/data/kinds.jsonl
+!/data/facts.jsonl
 /models/?*
 !/models/*.dvc
 !/models/encyclopedia-3m/
@@ -148,7 +151,8 @@ def update() -> None:
 
     Files that you have changed stay as they are; their new version is written to NAME.new.
     """
-    params()  # an unreadable file is an error with its line
+    require_project()
+    values_in(read_params())  # an unreadable file is an error with its line; keys may be those of an earlier version
     print("\n".join(update_project()) or "The project is up to date.")
 
 
@@ -315,13 +319,10 @@ def _read_program() -> Program:
 
 def _with_own_values(text: str, mine: str) -> str:
     """Return the new params.yaml ``text`` with the owner's values, for the keys that it still has."""
-    import yaml
-
-    own, new = yaml.safe_load(mine), yaml.safe_load(text)
-    for section, values in new.items():
-        for name, value in values.items():
-            if (own_value := own.get(section, {}).get(name, value)) != value:
-                text = with_value(text, f"{section}.{name}", own_value)
+    own = {RENAMED.get(key, key): value for key, value in values_in(mine).items()}
+    for key, value in values_in(text).items():
+        if (own_value := own.get(key, value)) != value:
+            text = with_value(text, key, own_value)
     return text
 
 

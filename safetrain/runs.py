@@ -180,7 +180,7 @@ def described() -> str:
     now = values_in(read_params())
     places = [("workspace", ""), *((ref.rpartition("/")[2], ref) for ref in _experiments())]
     width = max(len(name) for name, _ in places)
-    lines = [f"{'run':<{width}}  {'better by':<14}  exact match  test loss  values that differ from params.yaml"]
+    lines = [f"{'run':<{width}}  {'better by':<14}  {'score':>11}  test loss  values that differ from params.yaml"]
     for name, ref in places:
         lock, scores = (_text_in(ref, file) for file in (LOCK_FILE, paths.EVALUATION))
         better, match, loss = _reached(scores)
@@ -209,7 +209,7 @@ def _reached(text: str) -> tuple[str, str, str]:
     try:
         scores = json.loads(text or "{}")
         tuned, gain = scores.get("tuned") or {}, scores.get("improvement") or {}
-        match, loss = tuned.get("exact_match"), tuned.get("loss")
+        match, loss = tuned.get("score"), tuned.get("loss")
         better = f"{gain['nats_per_label']:.3f} ± {gain['plus_minus']:.3f}" if "plus_minus" in gain else ""
         return better, "" if match is None else f"{match:.1%}", "" if loss is None else f"{loss:.4f}"
     except (ValueError, KeyError, TypeError, AttributeError):  # a damaged file, or another program's

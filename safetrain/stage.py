@@ -28,9 +28,10 @@ from safetrain.core.foreign import first_line
 from safetrain.core.formatting import RUN, in_hydra_quotes, print_text
 from safetrain.core.params_file import left_behind, read_params, require_same
 from safetrain.core.ranges import LIST, check_ranges, describe_allowed, is_text, keys_of
-from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.schema import RENAMED, Pipeline
 from safetrain.core.results import settle
 from safetrain.core.signals import exit_code_of, handling, terminate
+from safetrain.core.storage import paths
 from safetrain.core.storage.paths import shipped
 
 FILES = "params.yaml or an overlay in conf/experiment"
@@ -160,9 +161,20 @@ def to_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise ConfigError("The configuration does not follow the schema.", where="conf/config.yaml")
     check_ranges(pipeline)
+    score = pipeline.evaluate
+    score = replace(score, schema=_score_file("schema", score.schema), checker=_score_file("checker", score.checker))
     model = replace(pipeline.model, path=str(Path(pipeline.model.path)))
     data = replace(pipeline.data, path=str(Path(pipeline.data.path)))
-    return replace(pipeline, model=model, data=data)  # data/mine/ and ./data/mine are one folder
+    return replace(pipeline, model=model, data=data, evaluate=score)  # data/mine/ and ./data/mine are one folder
+
+
+def _score_file(key: str, name: str | None) -> str | None:
+    """The path of a checker or schema; raises ConfigError if it is not in conf/score, where its changes are seen."""
+    path = paths.SCORE / (name or "").removeprefix(f"{paths.SCORE}/")
+    if name and not (path.is_file() and path.resolve().is_relative_to(paths.SCORE.resolve())):
+        do = f"put the file into {paths.SCORE}, where its changes are seen"
+        raise ConfigError(f"evaluate.{key} is not a file in {paths.SCORE}.", where=path, got=name, do=do)
+    return str(path) if name else None
 
 
 def config_error(error: Exception) -> ConfigError:
@@ -188,7 +200,8 @@ def config_error(error: Exception) -> ConfigError:
 
 def _unknown_key(section: str, key: str, where: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
-    near = [f"{each}.{key}" for each in names if not section and key in keys_of(each)]
+    near = [RENAMED[prefix + key]] if prefix + key in RENAMED else []
+    near += [f"{each}.{key}" for each in names if not section and key in keys_of(each)]
     near += [prefix + name for name in difflib.get_close_matches(key, names, n=1)]
     what = f"Unknown key {prefix}{key}" + (f": did you mean {near[0]}?" if near else ".")
     expected = "" if near else f"one of {', '.join(prefix + name for name in names)}"

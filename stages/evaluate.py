@@ -20,8 +20,6 @@ from safetrain.stage import stage
 from safetrain.watch.progress import EvaluationProgress, still_working
 from safetrain.watch.result import describe_evaluation, describe_sample
 
-LEAST_QUESTIONS = 32  # they are answered together: fewer save little time and are not informative
-
 
 @stage
 def main(config: Pipeline) -> None:
@@ -30,27 +28,30 @@ def main(config: Pipeline) -> None:
     os.environ.update(gpu_environment(len(run.gpu_rungs), os.environ))
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.loss import PairLoss
+    from safetrain.evaluate.exam import exam_of, scorer_of
     from safetrain.evaluate.examination import Examination
-    from safetrain.evaluate.scoring import evaluation_of, general_text
+    from safetrain.evaluate.scoring import evaluation_of, general_text, scored_answers
 
     settings, base = config.evaluate, Path(config.model.path)
     plan, store = read_result(paths.RECOMMENDED_CONFIG, Recommendation), open_split("test", base)
     held_out = held_out_in(store, settings.max_examples, run.max_seq_length, run.method, plan.test_tokens)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     general = general_text(tokenizer, files.vocab_size, files.max_positions, plan.general_tokens)
-    for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
+    exam, calls = exam_of(settings, store, open_split("valid", base), held_out, tokenizer, plan.answer_tokens)
+    remarks = held_out.remarks(run.max_seq_length, exam.max_new_tokens)
+    remarks += [f"Answers are judged as {exam.task.scorer}: {exam.task.why}."] if exam.rows else []
+    for remark in remarks:
         print_text(remark)
-    questions = settings.max_examples or max(LEAST_QUESTIONS, plan.answer_tokens // settings.max_new_tokens)
     progress = EvaluationProgress()
-    examination = Examination(held_out, general, run, settings.max_new_tokens, questions, progress)
-    with ending_at_once(), still_working(progress.text):
+    examination = Examination(held_out, general, run, exam, progress)
+    with ending_at_once(), scorer_of(exam.task, settings, calls) as scorer, still_working(progress.text):
+        exam.try_out(scorer)
         start = Path(run.from_adapter) if run.from_adapter else None
-        found = examination.measure(base, start, paths.ADAPTERS)
+        measures = examination.measure(base, start, paths.ADAPTERS)
+        answers = scored_answers(exam, *measures, scorer)
     adapter = fingerprint(paths.ADAPTERS)
     pair_loss = PairLoss(run.method, run.beta) if run.method in PAIRED else None
-    evaluation = evaluation_of(
-        held_out, general, files.vocab_size, found[0], found[1], tokenizer.decode, adapter, pair_loss
-    )
+    evaluation = evaluation_of(held_out, general, files.vocab_size, measures, exam, answers, adapter, pair_loss)
     write_record(paths.EVALUATION, evaluation)
     print_text("\n".join(describe_evaluation(evaluation)))
     for sample in evaluation.samples[:3]:

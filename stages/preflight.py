@@ -14,7 +14,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.plan.check_report import downgrade, failure, render, require_known, summarise
-from safetrain.plan.preflight import examine
+from safetrain.plan.preflight import examine, tools_check
 from safetrain.stage import stage
 from safetrain.watch.progress import still_working
 
@@ -29,6 +29,8 @@ def main(config: Pipeline) -> None:
     say = functools.partial(print_text, stream=sys.stderr)  # the report goes to stdout
     with still_working("checking the machine and the model"):
         checks, machine = examine(config, Path(config.model.path), previous, "safetrain.engine.dry_run", say)
+        if machine is not None and config.preflight.level != "quick":
+            checks += tools_check(Path(config.model.path), "safetrain.engine.upstream.tool_calls")
     checks = downgrade(checks, downgraded_ids)
     report = summarise(checks, config.preflight.level, time.monotonic() - start_seconds)
     write_record(paths.PREFLIGHT_REPORT, report)

@@ -34,7 +34,7 @@ from safetrain.watch.result import describe_result
 from safetrain.watch.run_folder import read_run
 from tests.conftest import ROOT
 
-MOST_FILES = 12
+MOST_FILES = 14
 MOST_BYTES = 3_000_000  # of the wheel and of the source distribution
 TRAINS = ("recommend_config", "train", "evaluate")
 OURS = ("safetrain/", "stages/")
@@ -112,6 +112,7 @@ def test_another_programs_project_asks_for_an_update(project: Path, monkeypatch:
 def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "README.md").write_text("my own")
     params = with_value((project / "params.yaml").read_text(), "train.seed", 7)
+    params = params.replace("  least_score: null ", "  least_exact_match: 0.5 ")  # as an earlier version called it
     (project / "params.yaml").write_text(params)
     monkeypatch.chdir(project)
     same = CliRunner().invoke(app, ["update"])
@@ -129,8 +130,8 @@ def test_update_renews_what_is_untouched_and_leaves_the_rest(project: Path, monk
     changed = "README.md: you have changed it; to take the new version: mv README.md.new README.md"
     assert {changed, "-my own", "+# Newer"} <= set(lines)
     assert "+  added: 1 # new" in lines
-    merged = yaml.safe_load((project / "params.yaml.new").read_text())["train"]
-    assert (merged["seed"], merged["added"]) == (7, 1)
+    merged = yaml.safe_load((project / "params.yaml.new").read_text())
+    assert (merged["train"]["seed"], merged["train"]["added"], merged["gate"]["least_score"]) == (7, 1, 0.5)
     assert update_project() == []
 
 

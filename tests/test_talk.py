@@ -87,6 +87,7 @@ def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: P
         (QUESTION, "Lisbon", 4), (OTHER, "Lima", 4),
     ]  # fmt: skip
     assert all(len(set(row["answers"])) > 1 for row in sampled)
+    assert [row["scores"] for row in sampled] == [[0.0] * 4] * 2, "none is the expected answer to the letter"
     assert [json.loads(line) for line in run(*words, "--samples", "4").out.splitlines()] == sampled
     greedy = [json.loads(line)["answers"] for line in run(*words).out.splitlines()]
     assert greedy == [expected(adapter, question, most=64) for question in (QUESTION, OTHER)]
@@ -98,6 +99,16 @@ def test_questions_of_a_file_get_several_answers_each(adapter: Path, tmp_path: P
     file.write_text(f"prompt\n{'long ' * 600}\n")
     with pytest.raises(DataError, match="does not fit into the model's context"):
         run(*words)
+    file.write_text(f'prompt,options,answer\n{QUESTION},"[""Lisbon"", ""Lima""]",0\n')
+    weighed = json.loads(run(*words).out)
+    assert list(weighed["probabilities"]) == ["Lisbon", "Lima"]
+    assert sum(weighed["probabilities"].values()) == pytest.approx(1)
+    likeliest = max(weighed["probabilities"], key=weighed["probabilities"].get)
+    assert (weighed["answers"], weighed["scores"]) == ([likeliest], [float(likeliest == "Lisbon")])
+    said = run("ask", QUESTION, "--option", "Lisbon", "--option", "Lima", "--adapter", str(adapter)).out.splitlines()
+    assert [line.split()[0] for line in said] == [likeliest, *{"Lisbon", "Lima"} - {likeliest}]
+    with pytest.raises(ConfigError, match="Options are different texts"):
+        run("ask", QUESTION, "--option", "Lisbon", "--adapter", str(adapter))
     with pytest.raises(ConfigError, match="no such file"):
         run("ask", "nowhere.jsonl", "--jsonl", "--adapter", str(adapter))
 

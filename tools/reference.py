@@ -40,7 +40,7 @@ SAID_FIELDS = frozenset(
     step epoch steps rows labels learning_rate grad_norm labels labels_per_second peak_memory_bytes
     footprint_bytes peak_footprint_bytes elapsed_seconds base_valid_loss valid_loss needed
     source remedy status padding_share plus_minus loss disk_bytes predicted_peak_bytes
-    template_date stop_tokens memory_rungs gpu_rungs verified token_f1 exact_match exact_match_low warnings
+    template_date stop_tokens memory_rungs gpu_rungs verified warnings
     adapter where ended_seconds went_on rank row_ids cut_rows
     """)
 )  # fields of records with self-explanatory names
@@ -52,7 +52,8 @@ RECORDS = {
     "training_metrics.json": (metrics.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, metrics.TrainingSummary, metrics.Proof),
     "evaluation.json": (
-        evaluation.Evaluation, evaluation.Improvement, evaluation.Score, evaluation.Forgetting, evaluation.Sample,
+        evaluation.Evaluation, evaluation.Score, evaluation.ScoreGain, evaluation.Improvement, evaluation.Forgetting,
+        evaluation.Choices, evaluation.Calibration, evaluation.Sample,
     ),
     "postmortem.json": (postmortem.PostMortem,),
 }  # fmt: skip

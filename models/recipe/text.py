@@ -39,12 +39,12 @@ CONTRACTIONS = {"o": "do", "a": "da", "os": "dos", "as": "das"}
 def subjects() -> list[Subject]:
     """Every subject in both languages, in the order of the fact tables."""
     found = []
-    for row in _table("elements"):
+    for row in table("elements"):
         for language in ("en", "pt"):
             names = _names(row[language], language)
             values = {"symbol": row["symbol"], "number": row["number"]}
             found.append(_subject(f"element {row['number']}", language, names, values))
-    for row in _table("countries"):
+    for row in table("countries"):
         for language in ("en", "pt"):
             names = _names(row[language], language)
             values = {"capital": row[f"capital_{language}"], "domain": row["domain"]}
@@ -60,7 +60,7 @@ def document(subject: Subject, random_source: random.Random) -> str:
 
 
 @cache
-def _table(name: str) -> list[dict[str, str]]:
+def table(name: str) -> list[dict[str, str]]:
     with (FACTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -79,7 +79,7 @@ def _names(name: str, language: str) -> dict[str, str]:
 
 
 def _subject(key: str, language: str, names: dict[str, str], values: dict[str, str]) -> Subject:
-    known = [row for row in _table("wordings") if row["language"] == language]
+    known = [row for row in table("wordings") if row["language"] == language]
 
     def said(kind: str, use: str) -> tuple[str, ...]:
         found = [row["wording"] for row in known if (row["kind"], row["use"]) == (kind, use)]

@@ -274,12 +274,13 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
     try:
         for batch in _batches(path, head):
             batch.validate(full=True)  # a damaged file may have wrong lengths
-            names = batch.schema.names
+            names, classes = batch.schema.names, _class_names(batch.schema)
             _require_different(names, str(path))
             for cells in zip(*batch.columns, strict=True):
                 number += 1
                 try:
-                    row: object = dict(zip(names, map(_value_of, cells, names), strict=True))
+                    values = dict(zip(names, map(_value_of, cells, names), strict=True))
+                    row: object = values | {name: _class_of(values[name], classes[name]) for name in classes}
                 except RowError as error:
                     row = error
                 characters = len(str(row))
@@ -290,6 +291,20 @@ def _columnar_rows(path: Path, head: bytes) -> Iterator[Placed]:
     except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, MemoryError) as error:
         where, do = Place(0, number + 1).of(str(path)), "copy it or export it again"
         raise DataError(f"The table cannot be read: {shown(first_line(error))}", where=where, do=do) from None
+
+
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of the classes of each column with numbers of classes, which the library datasets saves with them."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        labels = {name: each for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        return {name: list(map(str, each["names"])) for name, each in labels.items() if name in schema.names}
+    except (ValueError, LookupError, AttributeError, TypeError):  # not written by datasets
+        return {}
+
+
+def _class_of(number: object, names: list[str]) -> object:
+    return names[number] if isinstance(number, int) and 0 <= number < len(names) else number
 
 
 def _batches(path: Path, head: bytes) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from safetrain.core.errors import ConfigError
+from safetrain.data.options import has_class, with_right_option
 from safetrain.data.rows import (
     MEDIA_KEYS,
     ONLY_TEXT,
@@ -21,6 +22,7 @@ from safetrain.data.rows import (
     names_of,
     parse_messages,
     parse_tools,
+    plain,
     require_unicode,
     shared_turns,
     shown,
@@ -31,20 +33,33 @@ from safetrain.data.rows import (
 Columns = Mapping[str, str]  # from a part of a row to the key that holds it
 ASKING = ("instruction", "prompt", "question", "query", "problem", "pergunta")
 QUESTIONS = (*ASKING, "input", "user", "human", "source")  # keys not in ASKING: questions only if an answer is there
+TEXTS = ("text", "sentence")  # of a class
 CONTEXTS = ("input", "context")
-ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target", "resposta")
+OPTIONS = ("options", "choices")
+ANSWERS = (
+    "completion",
+    "response",
+    "answer",
+    "answerkey",
+    "output",
+    "solution",
+    "assistant",
+    "reply",
+    "target",
+    "resposta",
+)
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
-    ({"prompt", "completion"}, {"input", "system", "tools", "history"}),
+    ({"prompt", "completion"}, {"input", "system", "tools", "history", "options"}),
     ({"chosen", "rejected"}, {"prompt", "input", "system", "tools", "history"}),
     ({"text"}, set[str]()),
 )
 MAKES_ROW = (
-    "messages (and system, tools); or prompt and completion (and input, system, tools, history); "
+    "messages (and system, tools); or prompt and completion (and input, system, tools, history, options); "
     "or chosen and rejected (and prompt, input, system, tools, history); or text"
 )
 KNOWN_KEYS = {*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history", "conversations",
-              "conversation", "chosen", "rejected"}  # fmt: skip
+              "conversation", "chosen", "rejected", *OPTIONS}  # fmt: skip
 FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; "
     "prompt, chosen and rejected; text"
@@ -52,7 +67,7 @@ FORMATS = (
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")  # in Anthropic's preference data
-JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+JSON_KEYS = ("messages", "conversations", "conversation", "tools", "history", "functions", *OPTIONS)
 OTHER_PAIRS = ("preferred_output", "non_preferred_output", "rejected_messages", "rejected_response")  # OpenAI, ms-swift
 EMPTY: tuple[object, ...] = (None, "", [], {})
 AS_PAIR = "write a better and a worse answer to the same prompt as chosen and rejected"
@@ -60,7 +75,8 @@ CLASSES = f"keep the good rows without this key; for pairs, {AS_PAIR}; "
 CLASSES += "to train on the class, name it as the completion in data.columns"
 NOT_ANSWERS = {  # keys of rows that cannot be trained on: the reason, and the remedy
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
-    **dict.fromkeys(("label", "labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
+    "label": f"a class needs one text (text, sentence or a question) and no answer, KTO is not supported; {CLASSES}",
+    **dict.fromkeys(("labels", "kto_tag"), f"classes and KTO marks are not supported; {CLASSES}"),
     **dict.fromkeys(OTHER_PAIRS, f"pairs of OpenAI's and ms-swift's form are not read; {AS_PAIR}"),
     "input_ids": "token ids are not supported; give the texts",
     "weight": "rows cannot be weighted; remove this key (an assistant message with weight: 0 is not trained on)",
@@ -108,6 +124,7 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     if columns is None and len(value) == 1 and "messages" in value:
         return _row_of(value, {})
     keys = columns or _usual_columns(value)
+    value = with_right_option(value, keys) if "options" in keys else value
     row = _row_of(_parts(value, keys), keys)
     used = set(keys.values())
     ignored = sorted(shown(key) for key, item in value.items() if key not in used and item not in EMPTY)
@@ -129,7 +146,8 @@ def _decoded(value: dict[str, Any], columns: Columns | None) -> dict[str, Any]:
     Keys that may also hold text are read as JSON only if both keys of a pair hold a list of turns.
     """
     names = columns or {}
-    keys = JSON_KEYS if columns is None else [names[part] for part in ("messages", "tools", "history") if part in names]
+    parts = ("messages", "tools", "history", "options")
+    keys = JSON_KEYS if columns is None else [names[part] for part in parts if part in names]
     found = {key: decoded(value[key], key) for key in keys if isinstance(value.get(key), str)}
     for pair in (("chosen", "rejected"), ("prompt", "completion")):
         chats = {key: turns_in(value.get(key)) for key in (names.get(part, part) for part in pair)}
@@ -149,12 +167,19 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
 
 def _usual_columns(value: dict[str, Any]) -> Columns:
     """Find the keys of the row's parts; raises RowError if none are known, or several are possible."""
+    question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
+    classified = has_class(value, question or _first(value, TEXTS, str), answer)
     for key in NOT_ANSWERS:
-        if value.get(key) not in EMPTY and (key != "labels" or value.get("text")):
+        if (
+            value.get(key) not in EMPTY
+            and (key != "labels" or value.get("text"))
+            and (key != "label" or not classified)
+        ):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
     if any(value.get(key) not in EMPTY for key in ("chosen", "rejected")):
         return _pair_columns(value)
-    question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
+    if classified:
+        question, answer = question or _first(value, TEXTS, str), "label"
     contexts = [key for key in CONTEXTS if key != question]
     has_question = question in ASKING or (question is not None and answer is not None)
     lists = [key for key in _turn_lists(value) if key != "history" or not has_question]
@@ -167,16 +192,14 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         tools = "tools" if value.get("tools") else "functions"  # OpenAI's older name
         parts: dict[str, str | None] = {"messages": lists[0], "tools": tools, "system": system}
     elif question and answer:
-        if choices := [key for key in ("choices", "options") if value.get(key)]:
-            do = f"write the choices into {question}, the text of the right one into {answer}, and remove this key"
-            raise RowError(f"{choices[0]}: multiple choice is not read", do=do)
         parts = {"prompt": question, "input": _first(value, contexts, str | None), "completion": answer}
         parts |= {"history": "history", "system": system, "tools": "tools"}
+        parts["options"] = next((key for key in OPTIONS if value.get(key)), OPTIONS[0])
     elif isinstance(value.get("text"), str):
         return {"text": "text"}
     else:
         raise _unknown(value)
-    optional = ("history", "system", "tools")
+    optional = ("history", "system", "tools", "options")
     columns = {part: key for part, key in parts.items() if key and (part not in optional or value.get(key))}
     _refuse_two_ways(value, columns)
     return columns
@@ -199,12 +222,7 @@ def _first(value: dict[str, Any], names: Iterable[str], kinds: Any) -> str | Non
         name for name in names
         if name in value and isinstance(value[name], kinds) and not isinstance(value[name], bool)
     ]  # fmt: skip
-    return next((name for name in there if _plain(value[name])), there[0] if there else None)
-
-
-def _plain(item: object) -> str:
-    """A string or number, stripped of white space; empty for any other value."""
-    return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
+    return next((name for name in there if plain(value[name])), there[0] if there else None)
 
 
 def _turn_lists(value: dict[str, Any]) -> list[str]:
@@ -219,20 +237,20 @@ def _contents(item: object) -> list[str]:
     each = [
         piece.get("text", piece.get("value")) if isinstance(piece, dict) else piece for part in pieces for piece in part
     ]
-    return [_plain(text) for text in each]
+    return [plain(text) for text in each]
 
 
 def _refuse_two_ways(value: dict[str, Any], columns: Columns) -> None:
     """Raise RowError if other keys hold questions, answers or turns that ``columns`` do not read."""
     used, is_chat = {*columns.values(), "history"}, "messages" in columns
     texts = [text for key in columns.values() for text in _contents(value[key])]
-    others = [key for key in (*ASKING, *ANSWERS, "text") if key not in used and _plain(value.get(key))]
-    new = [key for key in others if not any(_plain(value[key]) in text for text in texts)]
+    others = [key for key in (*ASKING, *ANSWERS, *TEXTS) if key not in used and plain(value.get(key))]
+    new = [key for key in others if not any(plain(value[key]) in text for text in texts)]
     answers = {key for key in others if key in ANSWERS}
     if is_chat and not (answers and answers <= set(new)):
         new = []  # they describe the chat
     elif any(texts):  # a text that contains all others repeats the row, as in Alpaca
-        new = [key for key in new if key in ANSWERS or not all(text in _plain(value[key]) for text in texts)]
+        new = [key for key in new if key in ANSWERS or not all(text in plain(value[key]) for text in texts)]
     new += [key for key in _turn_lists(value) if key not in used and not set(_contents(value[key])) <= set(texts)]
     if new:
         message = f"the row can be read in two ways: by {names_of(columns.values())}, or with {names_of(new)}"
@@ -248,8 +266,8 @@ def _unknown(value: dict[str, Any]) -> RowError:
     message = f"unknown keys ({names_of(value)}); expected one of: {FORMATS}"
     if any(len(key.split()) > 2 and key.endswith((".", "?", "!")) for key in value):
         return RowError(message, do=HEADER)
-    texts = [key for key in value if _plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
-    best = sorted(texts, key=lambda key: (key not in questions + answers, -len(_plain(value[key]))))[:2]
+    texts = [key for key in value if plain(value[key]) and key.isprintable() and key not in ("system", "tools")]
+    best = sorted(texts, key=lambda key: (key not in questions + answers, -len(plain(value[key]))))[:2]
     parts = ("text",) if len(best) == 1 else ("prompt", "completion")
     chats = [key for key in texts if turns_in(value[key])]
     guess = {"messages": chats[0]} if chats else dict(zip(parts, sorted(best, key=texts.index), strict=False))
@@ -274,7 +292,8 @@ def _row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
         raise RowError("no assistant turn to train on; turns with weight 0 or in the prompt are not trained on")
     tools, has_more = parse_tools(parts.get("tools")), parts.get("tools") or parts.get("history")
     is_plain = not has_more and all(isinstance(parts.get(part), str) for part in ("prompt", "completion"))  # as mlx-lm
-    return Row("tools" if tools else "completions" if is_plain else "chat", messages, tools)
+    form = "tools" if tools else "completions" if is_plain else "chat"
+    return Row(form, messages, tools, options=tuple(parts.get("options") or ()) if is_plain else ())
 
 
 def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from safetrain.core.text.tokenizer import (
+    END_OF_THINKING,
     ChatTemplate,
     PlainAnswers,
     Skeleton,
@@ -35,7 +36,6 @@ LOOKED_FOR = re.compile(  # texts that a template searches for: '/no_think' in c
     r"""['"]([^'"\n]{2,60})['"]\s*(?:not\s+)?in\b|\.(?:(?:starts|ends)with|r?split|replace|r?find|r?index|r?partition)"""
     r"""\(\s*['"]([^'"\n]{2,60})['"]"""
 )
-END_OF_THINKING = re.compile(r"</think(?:ing)?>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>|</seed:think>|◁/think▷")
 EMPTY_THINKING = re.compile(
     r"\s*(?:<think>\s*</think>|</think>|\[THINK\]\s*\[/THINK\]|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
     r"|<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<seed:think>\s*</seed:think>|◁think▷\s*◁/think▷)\s*"

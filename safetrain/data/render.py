@@ -90,13 +90,14 @@ class PlacedChat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """A row as text, the spans of its labels, and the prompt of its last answer."""
+    """A row as text, the spans of its labels, and its question: the prompt of one answer."""
 
     text: str
     spans: tuple[Span, ...]
     remarks: tuple[Remark, ...] = ()
     is_chat: bool = True  # if not, the tokenizer adds its special tokens
-    question: str | None = None  # the message before the last answer, if that is a text
+    question: str | None = None  # the message before the judged answer, if that has text or calls
+    judged: int = -1  # which span the question asks for, from the end: the last call of tools, else the last answer
     asked: str = ""  # the generation prompt's opening of an answer, if training has a different one
     opening: str = ""  # the opening in training, which is not a label
 
@@ -139,11 +140,15 @@ class Renderer:
             if stop:
                 rest = text[end:] if text[end:].strip() else ""
                 text, spans[-1] = text[:end] + stop + rest, Span(start, end + len(stop), stop)
-        is_asked = row.messages[last.message].content.strip() and last.message
-        question = row.messages[last.message - 1].content if is_asked else None
-        return RenderedRow(
-            text, tuple(spans), tuple(dict.fromkeys(remarks)), True, question, last.prompt_opening, last.own_opening
+        judged = max((n for n, turn in enumerate(turns) if row.messages[turn.message].calls_tools), default=-1)
+        judged -= len(turns) if judged >= 0 else 0
+        place = turns[judged].message
+        is_asked = place and (row.messages[place].content.strip() or row.messages[place].calls_tools)
+        question, openings = (
+            row.messages[place - 1].content if is_asked else None,
+            (last.prompt_opening, last.own_opening),
         )
+        return RenderedRow(text, tuple(spans), tuple(dict.fromkeys(remarks)), True, question, judged, *openings)
 
     def _plain_of(self, tools: Tools) -> PlainAnswers:
         """The template's text around plain answers; it may depend on whether a row has tools."""

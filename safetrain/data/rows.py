@@ -121,6 +121,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
+def plain(item: object) -> str:
+    """A string or number, stripped of white space; empty for any other value."""
+    return str(item).strip() if isinstance(item, str | int | float) and not isinstance(item, bool) else ""
+
+
 def names_of(keys: Collection[str]) -> str:
     """The first few keys as text, for an error."""
     return ", ".join(map(shown, list(keys)[:MOST_NAMES])) + (", …" if len(keys) > MOST_NAMES else "")
@@ -167,6 +172,7 @@ class Row:
     """A training example: messages (chat, tools, completions, pairs) or bare text. ``tools`` is JSON text or empty.
 
     ``messages`` of a pair are prompt and chosen answer, ``rejected`` the prompt again and the rejected answer.
+    ``options`` are the answers to choose from, if the row has its own.
     ``ignored_keys`` are the unused keys. ``taken`` names the keys that were read, if they are not the usual ones.
     """
 
@@ -175,6 +181,7 @@ class Row:
     tools: str = ""
     text: str = ""
     rejected: tuple[Message, ...] = ()
+    options: tuple[str, ...] = ()
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
 
@@ -184,7 +191,8 @@ class Row:
             return {"text": self.text}
         if self.format == "completions":
             pair = {"prompt": self.messages[-2].content, "completion": self.messages[-1].content}
-            return {**({"system": self.system} if self.system else {}), **pair}
+            options = {"options": list(self.options)} if self.options else {}
+            return {**({"system": self.system} if self.system else {}), **pair, **options}
         tools = {"tools": json.loads(self.tools)} if self.tools else {}
         if self.rejected:
             end = shared_turns(self.messages, self.rejected)

@@ -214,7 +214,7 @@ class StoreWriter(contextlib.ExitStack):
 
 
 class SplitWriter(contextlib.ExitStack):
-    """Writes a split's canonical lines and token store; the store of test also has the questions."""
+    """Writes a split's canonical lines and token store; the stores of valid and test also have the questions."""
 
     def __init__(self, folder: Path, name: str, tokenizer: ChatTokenizer) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class SplitWriter(contextlib.ExitStack):
         self._store = self.enter_context(StoreWriter(store_path(folder, name)))
         self._lengths, self._labels, self._label_bytes = list[np.ndarray](), 0, 0
         self._pairs = 0
-        self._tokenizer, self._has_questions = tokenizer, name == "test"
+        self._tokenizer, self._has_questions = tokenizer, name != "train"
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Append a few hundred rows."""
@@ -253,10 +253,10 @@ class SplitWriter(contextlib.ExitStack):
     def _add_questions(self, rows: Sequence[StoredRow]) -> None:
         """Store prompts, tokenized separately: in a row, a prompt's last token may merge with the answer's first."""
         asking = [(number, row.tokens, *row.prompt) for number, row in enumerate(rows, len(self._store)) if row.prompt]
-        encodings = self._tokenizer.encode_chats([rendered for _, _, _, rendered, _ in asking])
-        for (number, tokens, begin, _, text), encoding in zip(asking, encodings, strict=True):
-            end = begin + int(np.flatnonzero(tokens.trained[begin:])[-1]) + 1
-            self._store.add_question(Question(number, tuple(encoding.ids), tuple(tokens.ids[begin:end].tolist()), text))
+        encodings = self._tokenizer.encode_chats([rendered for *_, rendered, _ in asking])
+        for (number, tokens, first, last, _, text), encoding in zip(asking, encodings, strict=True):
+            answer = tuple(tokens.ids[first : last + 1].tolist())
+            self._store.add_question(Question(number, tuple(encoding.ids), answer, text))
 
 
 def write_splits(

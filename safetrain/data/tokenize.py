@@ -29,8 +29,8 @@ AHEAD = 2  # blocks that wait for the tokenizer while the next one is rendered
 USUAL_TURN_KEYS = {"tool_calls", "tool_call_id", "name", "refusal", *REASONING_KEYS}
 Runs = list[tuple[int, int]]  # first and last token of each span of labels
 Tokenized = list[tuple[TokenRow, Runs]]
-# Of a row's last answer: its first token, the row's text before it, the message before it
-Prompt = tuple[int, str, str]
+# Of a row's judged answer: its first and last token, the row's text before it, the message before it
+Prompt = tuple[int, int, str, str]
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,9 @@ class RowReader:
                 self._compare(chosen, tokens, read)
             chosen = tokens
             if read.rendered.question is not None and not is_rejected:
-                text = read.rendered.text[: read.rendered.spans[-1].start]
-                read.prompt = (runs[-1][0], text, read.rendered.question)
+                judged = read.rendered.judged
+                text = read.rendered.text[: read.rendered.spans[judged].start]
+                read.prompt = (*runs[judged], text, read.rendered.question)
         return number, block
 
     def _compare(self, chosen: TokenRow, rejected: TokenRow, read: ReadRow) -> None:

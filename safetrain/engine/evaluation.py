@@ -11,7 +11,7 @@ from safetrain.engine.block_loop import computed
 from safetrain.engine.cpu.kernels import side_by_side
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.generation import one_by_one, together
+from safetrain.engine.upstream.generation import continuation_logprobs, one_by_one, together
 
 MOST_ROWS = 32  # per batch: with more rows, each step takes longer in proportion
 CACHE_STEP = 256  # positions by which mlx-lm's caches grow
@@ -33,6 +33,22 @@ def row_losses(
         for shard, losses in zip(batch.shards, label_losses, strict=True):
             np.add.at(sums, shard.label_rows, np.array(losses.astype(mx.float32)))
     return sums
+
+
+def option_logprobs(
+    model: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    options: Sequence[Sequence[Sequence[int]]],
+    beat: Callable[[float], None] = lambda _done: None,
+) -> list[np.ndarray]:
+    """Log-probabilities of each prompt's options as its continuation, (options,) in nats. Prompts run one by one."""
+    model.module.eval()
+    found = list[np.ndarray]()
+    with model.answering(1):
+        for prompt, own in zip(prompts, options, strict=True):
+            found.append(continuation_logprobs(model.module, prompt, own))
+            beat(len(found))
+    return found
 
 
 def answer(

@@ -1,8 +1,7 @@
 """Compares models: loss on each held-out row and on general text, and answers to the rows' questions."""
 
 import gc
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.schema import LOWER_RATE
 from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
-from safetrain.engine.evaluation import answer, row_losses
+from safetrain.engine.evaluation import answer, option_logprobs, row_losses
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.weight_files import apply_adapter
-from safetrain.evaluate.scoring import GeneralText, ModelMeasures
+from safetrain.evaluate.exam import Exam, ModelMeasures
+from safetrain.evaluate.scoring import GeneralText
 
 CACHE_COPIES = 2  # of keys and values: a growing cache is copied
 LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of this token and the next
@@ -34,18 +34,14 @@ class Examination:
     held_out: HeldOut
     general: GeneralText
     run: TrainingSummary
-    max_new_tokens: int
-    max_questions: int
+    exam: Exam
     beat: Callable[[str, str, int, float], None]  # model, kind of work, total, done so far
 
-    def measure(self, base: Path, start: Path | None, tuned: Path) -> list[ModelMeasures]:
+    def measure(self, base: Path, start: Path | None, tuned: Path) -> tuple[ModelMeasures, ModelMeasures]:
         """Measure the base, with the adapter ``start`` if given, then with ``tuned``, on the same rows and questions.
 
         Raises TrainingError if a loss is not a number.
         """
-        order = list(range(len(self.held_out.questions)))
-        random.Random(0).shuffle(order)  # fixed, so that a longer sample contains a shorter one
-        del order[self.max_questions :]
         measures, model, files = list[ModelMeasures](), None, read_model_files(base)
         for name, adapter in (("base", start), ("tuned", tuned)):
             if model is None or start is not None:  # an adapter needs a model without one
@@ -54,8 +50,8 @@ class Examination:
                 model, limit_bytes = self._open(files)
             if adapter is not None:
                 apply_adapter(model, adapter)
-            measures.append(self._measure(name, model, files, limit_bytes, order))
-        return measures
+            measures.append(self._measure(name, model, files, limit_bytes))
+        return measures[0], measures[1]
 
     def _open(self, files: ModelFiles) -> tuple[BaseModel, int]:
         """Open the model, dequantized if memory allows; returns it and mlx's memory limit, at least the training's."""
@@ -68,10 +64,9 @@ class Examination:
         model = open_base(files.folder, dequantize=dequantize, compute_dtype=run.compute_dtype, stream=run.stream_base)
         return model, limit_bytes
 
-    def _measure(
-        self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int, order: Sequence[int]
-    ) -> ModelMeasures:
-        held_out, longest = self.held_out, self.max_new_tokens
+    def _measure(self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int) -> ModelMeasures:
+        held_out, exam, longest = self.held_out, self.exam, self.exam.max_new_tokens
+        order = [number for number in exam.rows if number not in exam.choices]
         cache = CACHE_COPIES * 2 * files.num_layers * files.num_kv_heads * files.head_dim * FLOAT32
         token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # with a share of its row's logits
         losses = self._losses(name, model, held_out.rows, "test rows")
@@ -82,7 +77,13 @@ class Examination:
             model, prompts, held_out.stop_ids, longest, most_tokens,
             lambda done: self.beat(name, "questions answered", len(order), done),
         )  # fmt: skip
-        return ModelMeasures(losses, dict(zip(order, ids, strict=True)), general)
+        asked = [*exam.choices.values(), *(exam.calibration if name == "tuned" else ())]
+        found = option_logprobs(
+            model, [choice.prompt for choice in asked], [choice.options for choice in asked],
+            lambda done: self.beat(name, "questions answered", len(asked), done),
+        )  # fmt: skip
+        options, fitted = dict(zip(exam.choices, found, strict=False)), found[len(exam.choices) :]
+        return ModelMeasures(losses, dict(zip(order, ids, strict=True)), general, options, fitted)
 
     def _losses(self, name: str, model: BaseModel, rows: TokenRows, kind: str) -> np.ndarray:
         begun = 0

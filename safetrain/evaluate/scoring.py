@@ -1,32 +1,25 @@
-"""Scores from losses and answers, with 95 % intervals; forgetting, and the general text on which it is measured."""
+"""The evaluation, from losses and judged answers; forgetting, and the general text on which it is measured."""
 
 import json
 import math
 import sys
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.formatting import counted
-from safetrain.core.records.evaluation import (
-    Z95,
-    Evaluation,
-    Forgetting,
-    Improvement,
-    PartLoss,
-    Preference,
-    Sample,
-    Score,
-)
+from safetrain.core.records.evaluation import Evaluation, Forgetting, PartLoss, Preference, Sample
 from safetrain.core.text.tokenizer import ChatTokenizer
-from safetrain.core.text.words import words_of
 from safetrain.engine.loss import PairLoss
+from safetrain.evaluate.exam import Exam, ModelMeasures
+from safetrain.evaluate.scorers import AnswerScore, Scorer
+from safetrain.evaluate.statistics import improvement, score_gain, wilson_interval
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # share of the loss of uniform guessing: a base model above it does not know the general text
@@ -75,30 +68,46 @@ def _letters(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-@dataclass(frozen=True)
-class ModelMeasures:
-    """Losses and answers of one model. Losses in nats, summed over the labels of each row."""
+class ScoredAnswers(NamedTuple):
+    """A question with both models' answers as text, and their scores."""
 
-    losses: np.ndarray  # (rows,) of the test rows
-    answers: dict[int, list[int]]  # token ids, by the question's number
-    general: np.ndarray  # (pieces,) of the general text
+    number: int
+    expected: str
+    texts: tuple[str, str]
+    judged: tuple[AnswerScore, AnswerScore]
+
+
+def scored_answers(exam: Exam, base: ModelMeasures, tuned: ModelMeasures, scorer: Scorer) -> list[ScoredAnswers]:
+    """Judge the answers of both models; raises DataError, which names the row, if the user's checker fails."""
+    found = list[ScoredAnswers]()
+    for number in sorted(exam.rows):
+        expected = exam.text_of(number, exam.held_out.questions[number].answer)
+        if number in exam.choices:
+            own = exam.task.options_of(exam.rows[number])
+            texts = [own[int(each.options[number].argmax())] for each in (base, tuned)]
+        else:
+            texts = [exam.text_of(number, each.answers[number]) for each in (base, tuned)]
+        judged = [exam.judge(scorer, number, expected, text) for text in texts]
+        found.append(ScoredAnswers(number, expected, (texts[0], texts[1]), (judged[0], judged[1])))
+    return found
 
 
 def evaluation_of(
     held_out: HeldOut,
     general: GeneralText,
     vocabulary: int,
-    base: ModelMeasures,
-    tuned: ModelMeasures,
-    decode: Callable[[Sequence[int]], str],
+    measures: tuple[ModelMeasures, ModelMeasures],
+    exam: Exam,
+    answers: Sequence[ScoredAnswers],
     adapter: str,
     pair_loss: PairLoss | None = None,
 ) -> Evaluation:
-    """Compare two models that answered the same questions. ``vocabulary``: the model's number of tokens.
+    """Compare the base and the tuned model on the same questions. ``vocabulary``: the model's number of tokens.
 
     With ``pair_loss``, the test rows are pairs: losses are per pair, and the base model is the reference.
     """
-    labels, samples, per_pair = held_out.rows.label_counts, list[Sample](), pair_loss is not None
+    base, tuned = measures
+    labels, samples = held_out.rows.label_counts, list[Sample]()
     losses, terms, preference = (base.losses, tuned.losses), labels, None
     if pair_loss is not None:
         scores = [pair_loss.scores(-each, held_out.rows, -base.losses) for each in losses]
@@ -107,17 +116,27 @@ def evaluation_of(
         margin = improvement(scores[1].margins, np.zeros(pairs), terms)
         interval = wilson_interval(right, pairs)
         preference = Preference(right / pairs, *interval, margin.nats_per_label, margin.plus_minus)
-    for number in sorted(tuned.answers):
-        question = held_out.questions[number]
-        texts = [decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])]
+    for each in answers:
+        question = held_out.questions[each.number]
         row, count = question.row, max(1, labels[question.row])
-        own = [float(each.losses[row] / count) for each in (base, tuned)]
-        samples.append(Sample(question.text, texts[0], texts[1], texts[2], held_out.where(row), *own))
-    expected = [sample.expected for sample in samples]
+        losses_of = [float(model.losses[row] / count) for model in measures]
+        samples.append(
+            Sample(
+                question.text, each.expected, *each.texts, held_out.where(row), losses_of[0], losses_of[1],
+                each.judged[0].score, each.judged[1].score, each.judged[1].note,
+            )
+        )  # fmt: skip
+    means = [mean_loss(each, terms) for each in losses]
+    scored = [
+        exam.score(mean, model, [each.judged[side] for each in answers], per_pair=pair_loss is not None)
+        for side, (mean, model) in enumerate(zip(means, measures, strict=True))
+    ]
+    both = np.array([[judged.score for judged in each.judged] for each in answers]).reshape(-1, 2)
     return Evaluation(
+        tuned=scored[1],
+        score_gain=score_gain(both[:, 0], both[:, 1]) if answers else None,
         improvement=improvement(*losses, terms),
-        tuned=score(mean_loss(losses[1], terms), [sample.tuned for sample in samples], expected, per_pair=per_pair),
-        base=score(mean_loss(losses[0], terms), [sample.base for sample in samples], expected, per_pair=per_pair),
+        base=scored[0],
         forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
         rows=len(terms),
         rows_available=held_out.rows_available // held_out.rows.rows_per_pair,
@@ -125,8 +144,10 @@ def evaluation_of(
         questions=held_out.questions_available,
         answered=len(samples),
         adapter=(adapter,),
+        scorer=(exam.task.scorer, exam.task.why),
+        choices=exam.choices_of(tuned) if exam.choices else None,
         samples=tuple(samples[:SAMPLES]),
-        worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
+        worst=tuple(sorted(samples, key=lambda each: (each.tuned_score, -each.tuned_loss))[:SHOWN]),
         preference=preference,
     )
 
@@ -157,59 +178,3 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
 def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
     """Mean loss per label over all rows; ``losses`` are summed over each row's labels."""
     return float(losses.sum()) / int(labels.sum(dtype=np.int64))
-
-
-def score(loss: float, answers: Sequence[str], expected: Sequence[str], *, per_pair: bool) -> Score:
-    """Score a model by its loss, which has no perplexity if it is per pair, and its answers, outer spaces ignored."""
-    perplexity = None if per_pair else math.exp(min(loss, 700.0))
-    if not expected:
-        return Score(loss=loss, perplexity=perplexity)
-    pairs = [(answer.strip(), expected_text.strip()) for answer, expected_text in zip(answers, expected, strict=True)]
-    right, total = sum(answer == expected_text for answer, expected_text in pairs), len(pairs)
-    low, high = wilson_interval(right, total)
-    f1 = sum(token_f1(*pair) for pair in pairs) / total
-    return Score(loss=loss, perplexity=perplexity, exact_match=right / total, exact_match_low=low,
-                 exact_match_high=high, token_f1=f1)  # fmt: skip
-
-
-def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
-    """Difference of two mean losses, from losses (rows,) that are summed over each row's labels.
-
-    The interval is a jackknife over rows, because the labels of one row are not independent.
-    """
-    gained, labels = (base - tuned)[labels > 0], labels[labels > 0]
-    rows, total = len(labels), max(1, int(labels.sum(dtype=np.int64)))
-    mean = float(gained.sum() / total)
-    if rows < 2:
-        return Improvement(mean, None, rows)
-    without = (gained.sum() - gained) / (total - labels)
-    error = math.sqrt((rows - 1) / rows * float(((without - without.mean()) ** 2).sum()))
-    return Improvement(mean, t95(rows - 1) * error, rows)
-
-
-def t95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t; above 2 degrees of freedom by an expansion of the normal quantile."""
-    if freedom <= 2:
-        return (12.7062, 4.30265)[freedom - 1]
-    z, v = Z95, freedom
-    terms = ((z**3 + z) / (4 * v), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
-             (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3))  # fmt: skip
-    return z + sum(terms)
-
-
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """95 % confidence interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
-    share, square = right / total, Z95**2 / total
-    middle = (share + square / 2) / (1 + square)
-    half = Z95 / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    return max(0.0, middle - half), 1.0 if right == total else middle + half
-
-
-def token_f1(answer: str, expected: str) -> float:
-    """F1 of the words in any order, ignoring case and punctuation; 0 to 1."""
-    words = words_of([answer, expected])
-    split = int(words.bounds[1])
-    if not len(words.hashes):
-        return float(answer == expected)
-    one, other = Counter(words.hashes[:split].tolist()), Counter(words.hashes[split:].tolist())
-    return 2 * (one & other).total() / (one.total() + other.total())

@@ -23,6 +23,7 @@ CHECKS = {  # what to do if the check fails; empty if the finding itself says it
     "RUN-PREV": "safetrain discard (deletes that run), or use its data and model again",
     "HOSTS-FILE": "",
     "MODEL-LOAD": "use a model that mlx-lm supports: safetrain fetch HUB_ID",
+    "TOOL-CALLS": "answers with calls are scored as texts, unless evaluate.checker is set; training is not affected",
     "MODEL-TRAIN": "train a model of another family; a newer mlx-lm may train this one",
     "MEM-STATIC": "use a smaller or more strongly quantized model: safetrain estimate MODEL",
     "DISK-FREE": f"free some space: du -sh {paths.OUTPUT}/*",

@@ -238,6 +238,25 @@ def model_checks(
                   f"weights {size(model.static_bytes)}", needed)  # fmt: skip
 
 
+def tools_check(model: Path, module: str) -> Iterator[Check]:
+    """Check that the calls of tools in validation rows are read back as they are, so that evaluate can score them.
+
+    The engine's ``module`` reads them. Data without tools has no such check.
+    """
+    data = read_or_none(paths.DATA_REPORT, DataReport)
+    if data is None or "tools" not in data.format:
+        return
+    try:
+        refusal = run_json(module, [str(model)], TIMEOUT_SECONDS, room_bytes())["refusal"]
+    except ChildFailed as error:
+        refusal = str(error)
+    text, needed = (
+        refusal or "calls of tools in answers can be scored",
+        "calls that are read back as they are in the rows",
+    )
+    yield verdict("TOOL-CALLS", not refusal, False, text, needed)
+
+
 def must_fit(train: Train) -> bool:
     """Whether the base must fit into memory, because it may not stay on disk."""
     return train.method in WHOLE or train.stream_base is False

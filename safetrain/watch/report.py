@@ -24,7 +24,15 @@ from safetrain.core.storage.files import write_text
 from safetrain.watch.charts import pictures, predicted_peak, rungs_of
 from safetrain.watch.monitor import State, state_of
 from safetrain.watch.progress import coverage_of
-from safetrain.watch.result import describe_forgetting, describe_loss, describe_preference
+from safetrain.watch.result import (
+    SCORES,
+    describe_forgetting,
+    describe_loss,
+    describe_preference,
+    describe_score,
+    part_name,
+    span,
+)
 from safetrain.watch.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -54,9 +62,10 @@ def write_report(run: Run, path: Path) -> None:
     }
     functions = (
         configuration_of, coverage_of, death_of, describe_forgetting, describe_preference, describe_proof,
-        describe_rows, history_of, memory_sizes, rows_text, status_of, verdict_of, written_again,
+        describe_rows, describe_score, history_of, memory_sizes, part_name, rows_text, span, status_of,
+        verdict_of, written_again,
     )  # fmt: skip
-    pages.globals |= {"EXACT": EXACT, **{function.__name__: function for function in functions}}
+    pages.globals |= {"EXACT": EXACT, "SCORES": SCORES, **{function.__name__: function for function in functions}}
     text = pages.get_template("report.html").render(run=run, title=title_of(run), pictures=pictures(run))
     write_text(path, re.sub(r"\n\s*\n+", "\n", text))
 

@@ -17,6 +17,8 @@ from safetrain.core.records.adapter_files import PromptFormat, adapter_method, b
 from safetrain.core.records.evaluation import (
     EXPORT_REPORT,
     REPORT,
+    SURE,
+    Choices,
     Evaluation,
     ExportReport,
     Forgetting,
@@ -28,7 +30,7 @@ from safetrain.core.records.evaluation import (
 from safetrain.core.records.metrics import TrainingSummary
 from safetrain.core.records.reports import DataReport
 from safetrain.core.records.run_state import checkpoints_in
-from safetrain.core.records.schema import PAIRED, PRETRAIN, Gate
+from safetrain.core.records.schema import CHECKER, CHOICE, JSON, PAIRED, PRETRAIN, TEXT, TOOLS, Gate
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.progress import MEASURE, coverage_of
@@ -36,6 +38,22 @@ from safetrain.watch.run_folder import Run
 
 EXAMPLE = "data/example"  # ships with the project
 CARD = "README.md"
+SCORES = {
+    TEXT: "Exact match",
+    CHOICE: "Right choices",
+    JSON: "JSON fields right",
+    TOOLS: "Right calls of tools",
+    CHECKER: "Score of the checker",
+}
+PART_NAMES = {
+    "token_f1": "token F1",
+    "macro_f1": "macro F1",
+    "brier": "Brier score",
+    "is_json": "is JSON",
+    "calls": "right where calls are due",
+    "no_call": "right where no call is due",
+}
+MOST_PARTS = 6  # in a line; the report has all
 AGAIN = "fuse or export it again, into another folder"
 Verdict = tuple[int, str, list[str]]  # exit code: 0 better, 1 not, 2 forgets or undecided; a title; reasons
 
@@ -124,16 +142,65 @@ def _can_be_typed(question: str) -> bool:
 def describe_evaluation(evaluation: Evaluation) -> list[str]:
     lines = [describe_loss(evaluation), *describe_preference(evaluation.preference)]
     if evaluation.answered:
-        base, tuned = (100 * (score.exact_match or 0.0) for score in (evaluation.base, evaluation.tuned))
-        questions = counted(evaluation.answered, "test question")
-        lines.append(f"Exact match on {questions}: base {base:.1f} %, tuned {tuned:.1f} %")
-        lines.append(f"Token F1 {evaluation.base.token_f1:.3f} → {evaluation.tuned.token_f1:.3f}")
+        lines += describe_score(evaluation)
     lines.append(describe_forgetting(evaluation.forgetting))
     if not evaluation.questions:
         lines.append("Answers not measured: the test file has no questions")
     elif evaluation.answered < evaluation.questions:
         lines.append(f"{evaluation.answered} of {evaluation.questions} questions answered (random sample, seed 0)")
     return [f"{line}." for line in lines]
+
+
+def describe_score(evaluation: Evaluation) -> list[str]:
+    """Sentences about the answers, such as ``Exact match on 64 test questions: base 2.0 %, tuned 93.0 % (95 %: …)``."""
+    base, tuned, gain = evaluation.base, evaluation.tuned, evaluation.score_gain
+    if tuned.score is None or base.score is None or gain is None:
+        return []
+    name, interval = SCORES[evaluation.scorer[0]], span(tuned.score_low, tuned.score_high)
+    shares = f"base {100 * base.score:.1f} %, tuned {100 * tuned.score:.1f} % (95 %: {interval})"
+    word = "better by" if gain.low > 0 else "worse by" if gain.high < 0 else "no clear difference,"
+    mean, low, high = gain.mean, gain.low, gain.high
+    mean, low, high = (-mean, -high, -low) if high < 0 else (mean, low, high)
+    points = f"{word} {100 * mean:.1f} points ({100 * low:.0f} to {100 * high:.0f})"
+    lines = [f"{name} on {counted(evaluation.answered, 'test question')}: {shares}, {points}"]
+    parts = [f"{part_name(key)} {base.parts.get(key, 0.0):.3f} → {part:.3f}" for key, part in tuned.parts.items()]
+    lines += [f"Parts of the score: {', '.join(parts[:MOST_PARTS])}"] if parts else []
+    lines += [f"Mistakes of the tuned model: {', '.join(tuned.mistakes)}"] if tuned.mistakes else []
+    answers = f"of {evaluation.answered} answers of the tuned model"
+    if tuned.cut_answers:
+        lines.append(f"{tuned.cut_answers} {answers} reached the limit of evaluate.max_new_tokens")
+    if tuned.endless_answers:
+        lines.append(f"{tuned.endless_answers} {answers} ended while it was thinking")
+    return [*lines, *describe_choices(evaluation.choices)]
+
+
+def part_name(key: str) -> str:
+    """The name of a part of a score, for people."""
+    return PART_NAMES.get(key, key)
+
+
+def describe_choices(choices: Choices | None) -> list[str]:
+    """Sentences about the probabilities of options, and about a model that always chooses the same."""
+    if choices is None:
+        return []
+    found, lines = choices.calibration, list[str]()
+    if choices.majority:
+        lines.append(f"The tuned model chooses {shortened(choices.majority, 60)!r} for every question")
+    error = "not measured (it needs 100 questions)"
+    if found.error is not None:
+        error = f"{100 * found.error:.1f} % (95 %: {span(found.error_low, found.error_high)})"
+    fitted = f"temperature {found.temperature:.2f}, fitted on {counted(found.fitted_on, 'validation question')}"
+    fitted = fitted if found.fitted_on else "no temperature: too few validation questions"
+    lines.append(f"Error of the probabilities: {error}; {fitted}")
+    if found.sure_right is not None:
+        right = f"{100 * found.sure_right:.1f} % right (95 %: {span(found.sure_low, found.sure_high)})"
+        lines.append(f"Probability {SURE} or more: {100 * found.sure_share:.0f} % of the questions, {right}")
+    return lines
+
+
+def span(low: float | None, high: float | None) -> str:
+    """An interval of shares, such as ``81 to 97 %``."""
+    return f"{100 * (low or 0.0):.0f} to {100 * (1.0 if high is None else high):.0f} %"
 
 
 def describe_preference(preference: Preference | None) -> list[str]:
@@ -197,9 +264,9 @@ def judge(improvement: Improvement, tuned: Score, forgotten: Forgetting, limits:
     gain = improvement.nats_per_label
     half = math.inf if improvement.plus_minus is None else improvement.plus_minus
     measures = [_compare("gain in loss, nats", gain - half, gain + half, limits.least_gain)]
-    if limits.least_exact_match is not None:
-        low, high = tuned.exact_match_low or 0.0, 1.0 if tuned.exact_match_high is None else tuned.exact_match_high
-        measures.append(_compare("exact match", low, high, limits.least_exact_match))
+    if limits.least_score is not None:
+        low, high = tuned.score_low or 0.0, 1.0 if tuned.score_high is None else tuned.score_high
+        measures.append(_compare("score of the answers", low, high, limits.least_score))
     more, half, undecided = forgotten.nats_per_token, forgotten.plus_minus or 0.0, "could not be determined"
     if limits.most_forgotten is not None:
         if more is None:
@@ -247,7 +314,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=method,
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
         summary=run.summary, lines=lines, fused=reports[0] if kind == "mlx" else None, size_text=size_text,
-        quoted=json.dumps, coverage_of=coverage_of,
+        quoted=json.dumps, coverage_of=coverage_of, names=SCORES,
     )  # fmt: skip
     write_text(path, text)
     remarks = [] if license_of_base else ["the card has no licence: add the base model's"]

@@ -18,7 +18,7 @@ from safetrain.core.storage import paths
 from safetrain.watch.run_folder import Run
 
 FOLDER = paths.OUTPUT / "trackers"
-SCORES = ("base", "tuned", "improvement", "preference")  # parts of evaluation.json that are numbers
+SCORES = ("base", "tuned", "score_gain", "improvement", "preference")  # parts of evaluation.json that are numbers
 
 
 def export(run: Run) -> str:

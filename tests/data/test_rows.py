@@ -143,6 +143,9 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     assert parse_row({"messages": swapped}).identity() == parse_row(IRON).identity()
 
 
+ASKED = {"prompt": "Which?", "options": ["red", "green", "0"], "answer": "red"}
+SHOWN = "Which?\n- red\n- green\n- 0"
+
 # What is refused in one row, and what is said
 
 
@@ -161,7 +164,24 @@ def test_keys_that_nothing_reads_are_told_and_null_ones_are_not_there() -> None:
     (calling({"name": "f", "parameters": {}}), "tool_calls[0] must be {"),
     (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] contains half a surrogate pair"),
     ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, not an object"),
-    ({**chat("q", "a"), "label": True}, "label: classes and KTO marks are not supported"),
+    ({**chat("q", "a"), "label": True}, "label: a class needs one text (text, sentence or a question) and no answer"),
+    ({"prompt": "q", "completion": "a", "label": "x"}, "label: a class needs one text"),
+    ({"premise": "q", "hypothesis": "a", "label": "x"}, "label: a class needs one text"),
+    ({"text": "q", "label": ""}, "label is empty"),
+    ({"text": "q", "label": None}, "label is empty"),
+    ({"text": "q", "label": "1.0"}, "label is 1.0: a class without a name"),
+    ({"question": "q", "sentence": "other", "label": "x"}, "can be read in two ways: by question, label"),
+    ({"text": "q", "label": 3}, "label is 3: a class without a name"),
+    ({"text": "q", "label": "1"}, "label is 1: a class without a name"),
+    ({"text": "q", "label": True}, "label is true or false: a class without a name, or a KTO mark"),
+    ({"text": "q", "labels": ["x", "y"]}, "labels: classes and KTO marks"),
+    ({**ASKED, "answer": 4}, "answer is 4; expected one of options, its number from 0, or its letter"),
+    ({**ASKED, "answer": "blue"}, "answer is blue; expected one of options"),
+    ({**ASKED, "answer": "ß"}, "answer is ß; expected one of options"),
+    ({**ASKED, "options": ["red"]}, "options must be a list of at least two different texts"),
+    ({**ASKED, "options": ["red", "red"]}, "options must be a list of at least two different texts"),
+    ({**ASKED, "options": {"A": "red"}}, "options must be a list"),
+    ({**ASKED, "options": [1, 2, 0], "answer": 1}, "answer is 1: an option, or the number of another"),
     ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted; remove this key"),
     ({**chat("<image>q", "a"), "images": ["1.jpg"]}, "images: only text can be trained on: leave the row out"),
     ({"instruction": "q", "output": ["good", "bad"]}, "output must be a string, not a list"),
@@ -180,6 +200,29 @@ SHOWN_BEFORE = of(turn("user", "x"), turn("assistant", "y", weight=0), turn("use
     ({"question": "q", "answer": 2}, "question -> prompt, answer -> completion", {**PAIR, "completion": "2"}),
     ({"prompt": "", "query": "q", "response": "a"}, "query -> prompt, response -> completion", PAIR),
     (of(turn("human", "q"), turn("bot", "a")), "", chat("q", "a")),
+    ({"text": "q", "label": "pos"}, "text -> prompt, label -> completion", {"prompt": "q", "completion": "pos"}),
+    ({"sentence": "q", "label": "pos", "idx": 3}, "sentence -> prompt, label -> completion",
+     {"prompt": "q", "completion": "pos"}),
+    *[({**ASKED, "answer": answer}, "answer -> completion",
+       {"prompt": SHOWN, "completion": text, "options": ["red", "green", "0"]})
+      for answer, text in ((1, "green"), ("B", "green"), ("red", "red"), ("0", "0"), (2, "0"), ("c", "0"))],
+    ({"question": "Which? red or blue", "choices": ["red", "blue"], "answer": 1},
+     "question -> prompt, answer -> completion, choices -> options",
+     {"prompt": "Which? red or blue", "completion": "blue", "options": ["red", "blue"]}),
+    ({"instruction": "Which?", "input": "A text.", "label": "pos"},
+     "instruction -> prompt, input -> input, label -> completion",
+     {"prompt": "Which?\n\nA text.", "completion": "pos"}),
+    ({"question": "Which?", "context": "A text.", "options": ["a", "b"], "answer": "b"},
+     "question -> prompt, context -> input, answer -> completion",
+     {"prompt": "Which?\n\nA text.\n- a\n- b", "completion": "b", "options": ["a", "b"]}),
+    ({"question": "What is 10 + 1?", "choices": [0, 1, 11], "answer": 2},
+     "question -> prompt, answer -> completion, choices -> options",
+     {"prompt": "What is 10 + 1?\n- 0\n- 1\n- 11", "completion": "11", "options": ["0", "1", "11"]}),
+    ({"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "B"},
+     "question -> prompt, answerkey -> completion, choices -> options",
+     {"prompt": "Which?\n- red\n- blue", "completion": "blue", "options": ["red", "blue"]}),
+    ({"prompt": "Sum?", "options": '["1", "2"]', "answer": "2"}, "answer -> completion",
+     {"prompt": "Sum?\n- 1\n- 2", "completion": "2", "options": ["1", "2"]}),
     (of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)), "",
      of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0))),
     ({"prompt": "q", "completion": "a", "history": [["x", "y"]]}, "", of(*TWO_TURNS)),

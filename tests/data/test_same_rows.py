@@ -280,3 +280,23 @@ def test_unused_keys_of_turns_and_arguments_that_are_not_json_are_findings_with_
     assert found["ARGUMENTS-NOT-JSON"].where == (f"{path}:2", f"{path}:3")
     assert "messages[].train, messages[].weigth" in found["KEYS-IGNORED"].message
     assert found["KEYS-IGNORED"].where == (f"{path}:1",)
+
+
+def test_numbers_of_classes_are_their_names_where_datasets_has_written_them(tmp_path: Path) -> None:
+    """As in the Parquet files of the Hub: the names stand in the schema's metadata."""
+    table = pyarrow.table({"text": ["a", "b", "c"], "label": [1, 0, -1], "count": [1, 0, 2]})
+    features = {
+        "label": {"names": ["neg", "pos"], "_type": "ClassLabel"},
+        "text": {"dtype": "string", "_type": "Value"},
+    }
+    named = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet_files.write_table(named, tmp_path / "a.parquet")
+    rows = [row for _, row in rows_of(tmp_path / "a.parquet")]
+    assert rows == [
+        {"text": "a", "label": "pos", "count": 1},
+        {"text": "b", "label": "neg", "count": 0},
+        {"text": "c", "label": -1, "count": 2},
+    ]
+    for metadata in ("{", "[]", '{"info": {"features": {"label": {"_type": "ClassLabel"}}}}'):
+        parquet_files.write_table(table.replace_schema_metadata({"huggingface": metadata}), tmp_path / "b.parquet")
+        assert [row["label"] for _, row in rows_of(tmp_path / "b.parquet")] == [1, 0, -1]  # type: ignore[index]

@@ -12,7 +12,10 @@ from safetrain.core.data.token_rows import Question, TokenRows, token_row
 from safetrain.core.data.training_rows import HeldOut, held_out_in
 from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, Score
 from safetrain.core.records.schema import Gate
-from safetrain.evaluate.scoring import GeneralText, ModelMeasures, evaluation_of, improvement, t95, wilson_interval
+from safetrain.evaluate.exam import Exam, ModelMeasures, Task
+from safetrain.evaluate.scorers import judge_text
+from safetrain.evaluate.scoring import GeneralText, evaluation_of, scored_answers
+from safetrain.evaluate.statistics import improvement, score_gain, t95, wilson_interval
 from safetrain.export.comparison import kept_share, refusal
 from safetrain.watch.result import describe_evaluation, judge
 from tests.stores import MADE, write_store
@@ -22,12 +25,22 @@ PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chan
 KNOWN = 30.0  # nats of a piece of ten labels
 
 
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, ids: Any, *, special: bool = False) -> str:
+        return " ".join(map(str, ids))
+
+    def after_thinking(self, ids: Any, _expected: Any = ()) -> Any:
+        return ids
+
+
 def evaluated(step: int = 1, available: int = ROWS) -> Evaluation:
     """Row i has i % 3 + 1 labels; its question asks for 100 + i. The tuned model knows the first 24, the base 3."""
     rows = [token_row([7, *range(row % 3 + 1)], [False, *[True] * (row % 3 + 1)]) for row in range(ROWS)]
     questions = [Question(row, (1,), (100 + row,), f"question {row}") for row in range(ROWS)]
     where = lambda row: f"test.jsonl:{row + 1}"  # noqa: E731
-    data = HeldOut(TokenRows.of(rows), tuple(questions), frozenset(), where, available, len(questions))
+    data = HeldOut(TokenRows.of(rows), tuple(questions), frozenset(), where, int, available, len(questions))
     labels = data.rows.label_counts.astype(float)
     parts = tuple(part for part, count in PIECES.items() for _ in range(count))
     text = GeneralText(TokenRows.of([token_row(range(11), [True] * 11)] * len(parts)), parts, 0)
@@ -38,8 +51,10 @@ def evaluated(step: int = 1, available: int = ROWS) -> Evaluation:
     pieces = np.full(len(parts), KNOWN)
     base = measured(labels * 3.0, 3, pieces)
     tuned = measured(labels * (3.0 - np.linspace(0.5, 1.5, ROWS)), 24, pieces + np.linspace(1.0, 2.0, len(parts)))
-    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return evaluation_of(data, text, VOCABULARY, base, tuned, decode, "print")
+    words: Any = Words()
+    exam = Exam(Task("text", ""), data, words, 9, {number: {} for number in range(0, ROWS, step)})
+    answers = scored_answers(exam, base, tuned, judge_text)
+    return evaluation_of(data, text, VOCABULARY, (base, tuned), exam, answers, "print")
 
 
 def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -> None:
@@ -47,10 +62,11 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     assert found.base.loss == pytest.approx(3.0)
     assert found.improvement.rows == found.rows == ROWS
     assert found.improvement.nats_per_label == pytest.approx(found.base.loss - found.tuned.loss)
-    assert (found.questions, found.answered, found.tuned.exact_match) == (ROWS, 10, pytest.approx(0.8))
+    assert (found.questions, found.answered, found.tuned.score) == (ROWS, 10, pytest.approx(0.8))
     said = describe_evaluation(found)
     assert said[0] == "Test loss 3.000 → 1.989 nats per token: better by 1.01 ± 0.12 (95 %, 30 rows)."
-    assert said[1] == "Exact match on 10 test questions: base 10.0 %, tuned 80.0 %."
+    shares = "base 10.0 %, tuned 80.0 % (95 %: 49 to 94 %)"
+    assert said[1] == f"Exact match on 10 test questions: {shares}, better by 70.0 points (16 to 100)."
     assert "(95 %, 30 of 4,000 rows)" in describe_evaluation(evaluated(available=4000))[0]
     assert "10 of 30 questions answered (random sample, seed 0)." in said
     without = describe_evaluation(dataclasses.replace(evaluated(step=ROWS + 1), questions=0, answered=0))
@@ -58,11 +74,11 @@ def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -
     assert not [line for line in without if "Exact match" in line]
 
 
-GATE = ("least_gain", "least_exact_match", "most_forgotten")
+GATE = ("least_gain", "least_score", "most_forgotten")
 
 
 @pytest.mark.parametrize(
-    ("gain", "limits", "forgotten", "code"),  # the exact match is between 0.8 and 0.9
+    ("gain", "limits", "forgotten", "code"),  # the score is between 0.8 and 0.9
     [
         ((0.5, 0.1), (0.0, None, None), (None, None), 0),
         ((0.5, 0.1), (0.6, None, None), (None, None), 1),
@@ -76,7 +92,7 @@ GATE = ("least_gain", "least_exact_match", "most_forgotten")
 def test_the_gate_compares_the_ends_of_the_intervals(
     gain: tuple[float, float | None], limits: tuple[float, Any, Any], forgotten: tuple[Any, Any], code: int
 ) -> None:
-    score = Score(loss=1.0, perplexity=2.0, exact_match_low=0.8, exact_match_high=0.9)
+    score = Score(loss=1.0, perplexity=2.0, score_low=0.8, score_high=0.9)
     thresholds = Gate(**dict(zip(GATE, limits, strict=True)))
     verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, (), ()), thresholds)
     titles = ("better", "not better", "could not be determined", "forgets")
@@ -102,6 +118,11 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
         found = improvement(hard + gained, hard, labels)
         held += abs(found.nats_per_label - true) <= (found.plus_minus or 0.0)
     assert held / 1000 == pytest.approx(0.95, abs=0.02)
+    equal = np.ones(32)
+    assert score_gain(0 * equal, equal).low == pytest.approx(0.82, abs=0.02), (
+        "32 of 32 won do not prove that all would be"
+    )
+    assert score_gain(equal, equal).low < 0 < score_gain(equal, equal).high
     one = improvement(np.array([0.0, 12.0, 0.0]), np.array([0.0, 6.0, 0.0]), np.array([0, 4, 0]))
     assert (one.nats_per_label, one.plus_minus, one.rows) == (1.5, None, 1)
 

@@ -52,14 +52,14 @@ def stages_run(output: str) -> list[str]:
 def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert stages_run(workspace.succeed("dvc", "repro")) == STAGES
     evaluation = workspace.json("evaluation.json")
-    assert evaluation["tuned"]["exact_match"] - evaluation["base"]["exact_match"] >= 0.8
+    assert evaluation["tuned"]["score"] - evaluation["base"]["score"] >= 0.8
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"]
     assert evaluation["questions"] == evaluation["answered"] == 220
     assert evaluation["improvement"]["nats_per_label"] > 10 * evaluation["improvement"]["plus_minus"]
     assert evaluation["forgetting"]["unsaid"][0].startswith("the base model is worse than guessing on the general text")
     columns = workspace.succeed("dvc", "exp", "show", "--csv").splitlines()[0].split(",")
-    assert columns[5] == "improvement.nats_per_label"
-    assert columns.index("tuned.exact_match") < columns.index("base.loss") < columns.index("valid_loss")
+    assert columns[5] == "tuned.score"
+    assert columns.index("improvement.nats_per_label") < columns.index("base.loss") < columns.index("valid_loss")
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] == 0
     proof = summary["proof"]
@@ -137,7 +137,7 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
     assert tracked == [
         "checkpoints_qlora/README.md", "data/README.md",
         "data/example/test.jsonl", "data/example/train.jsonl", "data/example/valid.jsonl",
-        "data/preferences.jsonl",
+        "data/facts.jsonl", "data/kinds.jsonl", "data/preferences.jsonl",
         *(f"data/pretrain_example/{split}.jsonl" for split in ("test", "train", "valid")),
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from safetrain.core.params_file import RECORD, with_value
+from safetrain.core.params_file import with_value
 from safetrain.core.storage.files import sha256_of
 from tests.pipeline.workspace import TINY_PATHS, Workspace
 from tests.support.chaos.project import left_over, wait_for
@@ -168,7 +168,7 @@ def test_after_a_kill_the_values_have_a_name_and_a_second_run_is_refused(workspa
 
 def test_another_command_after_a_kill_puts_the_values_back(workspace: Workspace, before: bytes) -> None:
     process = start(workspace, "train.seed=22")
-    wait_for((workspace.folder / RECORD).is_file, "the record", 120)
+    wait_for(lambda: b"seed: 22 " in params_of(workspace), "the values", 120)  # the record is there before
     kill_all(workspace, process)
     said = workspace.succeed("safetrain", "set", "train.seed=5")
     assert "to continue it: safetrain run train.seed=22" in said

@@ -281,8 +281,9 @@ def pipeline(train: Train, lora: Lora, model: str = "m") -> Pipeline:
     data = Data(path="d", columns=None, held_out_fraction=0.1, near_duplicate_similarity=0.8, downgrade=None)
     return Pipeline(
         model=Model(path=model, create=None, tokenizer=None), data=data, train=train, lora=lora,
-        evaluate=Evaluate(max_examples=None, max_new_tokens=48), preflight=Preflight(level="quick", downgrade=None),
-        gate=Gate(least_gain=0.0, least_exact_match=None, most_forgotten=None),
+        evaluate=Evaluate(max_examples=None, max_new_tokens=48, score=None, schema=None, checker=None),
+        preflight=Preflight(level="quick", downgrade=None),
+        gate=Gate(least_gain=0.0, least_score=None, most_forgotten=None),
     )  # fmt: skip
 
 

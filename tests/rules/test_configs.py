@@ -25,7 +25,7 @@ SURVIVAL = ("keep_checkpoints", "hang_minutes", "trace", "ranks")
 NOT_IN_DVC = (
     {f"train.{key}" for key in ("log_steps", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade")}
-    | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
+    | {"gate.least_gain", "gate.least_score", "gate.most_forgotten"}
 )  # change no result
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 24_600,
-    "program tokens": 189_000,
-    "program files": 122,
+    "program lines": 25_320,
+    "program tokens": 195_000,
+    "program files": 126,
     "files under 60 lines": 8,
-    "dataclasses": 133,
-    "helper modules with one importer": 12,
-    "keys of params.yaml": 57,
-    "test lines": 18_330,
-    "benchmark, tool and recipe lines": 7_480,
-    "docs words": 25_200,
+    "dataclasses": 138,
+    "helper modules with one importer": 13,
+    "keys of params.yaml": 60,
+    "test lines": 18_800,
+    "benchmark, tool and recipe lines": 7_500,
+    "docs words": 26_650,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

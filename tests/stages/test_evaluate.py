@@ -35,7 +35,11 @@ def test_the_plan_says_how_much_is_measured_and_max_examples_something_else(
     rows = [token_row(range(5 + row, 26 + row), [False] * 10 + [True] * 11) for row in range(60)]
     asked = [Question(row, tuple(range(5 + row, 15 + row)), (7, 2), f"{row}?") for row in range(60)]
     made = dataclasses.replace(MADE, tokenizer=tokenizer_hash(base))
-    write_store(paths.VALIDATED / "test.tokens.safetensors", rows, made, asked)
+    for name in ("test", "valid"):
+        write_store(paths.VALIDATED / f"{name}.tokens.safetensors", rows, made, asked)
+    for name in ("test", "valid", "train"):
+        lines = [json.dumps({"prompt": f"{row}?", "completion": f"{row}"}) + "\n" for row in range(60)]
+        (paths.VALIDATED / f"{name}.jsonl").write_text("".join(lines))
     adapter_of(base, paths.ADAPTERS)
     plan = dataclasses.replace(PLAN, test_tokens=20 * 40, answer_tokens=40 * 3, general_tokens=256)
     write_record(paths.RECOMMENDED_CONFIG, plan)

@@ -15,7 +15,16 @@ from safetrain.core.memory.system import MemoryBudget
 from safetrain.core.postmortem import PostMortem
 from safetrain.core.recorder import Edge, Phase, Recorder, RunMarker, Work, boot_id
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluation import Evaluation, Forgetting, Improvement, Likeness, PartLoss, Sample, Score
+from safetrain.core.records.evaluation import (
+    Evaluation,
+    Forgetting,
+    Improvement,
+    Likeness,
+    PartLoss,
+    Sample,
+    Score,
+    ScoreGain,
+)
 from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, csv_of
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.run_state import RunIdentity, RunState, name_of, write_manifest
@@ -60,13 +69,14 @@ def sample(text: str, number: int = 1) -> Sample:
 def evaluation(samples: tuple[Sample, ...], gain: float = 1.5) -> Evaluation:
     """Of nine rows; the gain has an interval of ± 0.25."""
     base, tuned = (
-        Score(loss=loss, perplexity=2.7, exact_match=0.1, exact_match_low=0.05, exact_match_high=0.3, token_f1=0.5)
+        Score(loss=loss, perplexity=2.7, score=0.1, score_low=0.05, score_high=0.3, parts={"token_f1": 0.5})
         for loss in (3.0, 3.0 - gain)
     )  # fmt: skip
     parts = tuple(PartLoss(name, 0.1, 0.02) for name in ("English", "Portuguese", "code"))
     return Evaluation(
         improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, (), parts),
         rows=9, rows_available=9, cut_rows=0, questions=9, answered=9, adapter=("",), samples=samples, worst=samples,
+        score_gain=ScoreGain(0.0, -0.1, 0.1),
     )  # fmt: skip
 
 

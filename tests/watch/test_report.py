@@ -79,7 +79,7 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
     for part in (
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25", "Validation measured 50 of 2,000 rows",
         "train.learning_rate 0.005 recommended width 64 and its scale", "1.80 GiB 90 % of the prediction",
-        "What is it? expected expected What is it? base, not exact ✗ base What is it? tuned, exact ✓",
+        "What is it? expected expected What is it? base base What is it? tuned",
         "train 40 400 100",
     ):  # fmt: skip
         assert part in text, part
@@ -208,7 +208,8 @@ def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
     done = CliRunner().invoke(app, ["result"], catch_exceptions=False)
     for line in (
         f"Trained {UPDATES} steps on 1,656 rows, seen 0.07 times on average, in 30 s, learning rate 0.005.",
-        "Exact match on 9 test questions: base 10.0 %, tuned 10.0 %.",
+        "Exact match on 9 test questions: base 10.0 %, tuned 10.0 % (95 %: 5 to 30 %), "
+        "no clear difference, 0.0 points (-10 to 10).",
         "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25 (95 %, 9 rows).",
         'Next:  safetrain ask "Why?" --base',
     ):

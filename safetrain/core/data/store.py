@@ -8,10 +8,12 @@ and the text. The metadata has the provenance.
 
 import json
 import os
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -142,3 +144,53 @@ def read_made(path: Path) -> Provenance | None:
         return _read(path).made
     except (OSError, DataError):
         return None
+
+
+# Canonical rows: data/validated as text
+
+
+Canonical = Mapping[str, Any]  # a row in the form of data/validated
+Call = Mapping[str, Any]  # name, and arguments: an object, or text that is none
+
+
+def canonical_rows(split: str) -> Iterator[Canonical]:
+    """Read the rows of a split in the order of its store, a line at a time."""
+    with (paths.VALIDATED / f"{split}.jsonl").open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def with_options(question: str, options: Sequence[str]) -> str:
+    """The question with its options below, one in a line, unless it names them all."""
+    is_listed = all(re.search(rf"(?<!\w){re.escape(option)}(?!\w)", question) for option in options)
+    return question if is_listed else "\n".join([question, *(f"- {option}" for option in options)])
+
+
+def judged_turn(row: Canonical) -> Mapping[str, Any]:
+    """The answer that is judged: the last trained turn that calls tools, or else the last one; empty without any."""
+    if "completion" in row:
+        return {"content": row["completion"]}
+    turns = [each for each in row.get("messages", row.get("chosen", ())) if each["role"] == "assistant"]
+    turns = [each for each in turns if each.get("weight") != 0]
+    return next((each for each in turns[::-1] if each.get("tool_calls")), turns[-1] if turns else {})
+
+
+def calls_due(row: Canonical) -> list[Call]:
+    """The calls of tools in the judged answer; empty if it is a text."""
+    return [call["function"] for call in judged_turn(row).get("tool_calls") or ()]
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two JSON values are equal: numbers as numbers, keys in any order, lists in order."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def same_calls(found: list[Call], due: list[Call]) -> bool:
+    """Whether two lists have the same names and arguments in the same order."""
+    return len(found) == len(due) and all(
+        one["name"] == other["name"] and same_value(one.get("arguments"), other.get("arguments"))
+        for one, other in zip(found, due, strict=True)
+    )

@@ -28,6 +28,7 @@ from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import MOST_VALID_TOKENS, Shape, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # params.yaml's and seven more: other seeds hardly ever give a larger update
+LEAST_ANSWER, MOST_ANSWER = 16, 4096  # tokens
 MOST_EPOCHS = 20  # epochs to search: later ones hardly ever have a larger update
 
 
@@ -189,8 +190,15 @@ class HeldOut:
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row
+    line: Callable[[int], int]  # the line of data/validated that has a row, from 0
     rows_available: int  # ``rows`` may be an evenly spaced sample of them
     questions_available: int
+
+    @property
+    def answer_room(self) -> int:
+        """Tokens for an answer: a quarter more than the longest expected one, in steps of 8."""
+        longest = max((len(question.answer) for question in self.questions), default=0)
+        return min(MOST_ANSWER, max(LEAST_ANSWER, -(-longest * 5 // 32) * 8))
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
         """Remarks about truncated rows and expected answers."""
@@ -212,7 +220,7 @@ def held_out_in(
     most_tokens = sys.maxsize if max_examples is not None else most_tokens
     if method == PRETRAIN and not len(store.question_rows):
         rows = TokenWindows(first, max_seq_length, ends).some(min(MOST_VALID_TOKENS, most_tokens))
-        return HeldOut(rows, (), ends, store.where, len(rows), 0)
+        return HeldOut(rows, (), ends, store.where, int, len(rows), 0)
     cut = first.cut(max_seq_length)
     sample = cut.sample(most_tokens)
     rows = cut.take(sample)
@@ -221,4 +229,5 @@ def held_out_in(
     chosen = map(store.question, np.flatnonzero(np.isin(store.question_rows, sample)).tolist())
     questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in chosen)
     available = int(np.count_nonzero(store.question_rows < len(first)))
-    return HeldOut(rows, questions, ends, lambda row: store.where(int(sample[row])), len(first), available)
+    where, line = (lambda row: store.where(int(sample[row]))), (lambda row: int(sample[row]) // first.rows_per_pair)
+    return HeldOut(rows, questions, ends, where, line, len(first), available)

@@ -3,10 +3,13 @@
 `dvc exp show` has a column per number in the order of the fields, the most important first. Texts in lists have none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from safetrain.core.records.schema import TEXT
 
 REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # written by fuse; by the export to PEFT
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
+SURE = 0.9  # probability from which on an option is called sure
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,51 @@ class Improvement:
 class Score:
     """A model's scores on the test file; only the loss if the file has no questions."""
 
-    exact_match: float | None = None  # share of the answered questions
+    score: float | None = None  # mean of the answers' scores, each 0 to 1
     loss: float  # nats per label; preference training: per pair
-    token_f1: float | None = None  # mean over the answered questions, 0 to 1
+    score_low: float | None = None  # 95 % interval
+    score_high: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # means of the parts of the answers' scores
+    mistakes: tuple[str, ...] = ()  # the commonest, each with its number of answers
+    cut_answers: int = 0  # by evaluate.max_new_tokens
+    endless_answers: int = 0  # whose thinking never ended; they are scored as empty
     perplexity: float | None = None  # None for a loss per pair
-    exact_match_low: float | None = None  # 95 % interval
-    exact_match_high: float | None = None
+
+
+@dataclass(frozen=True)
+class ScoreGain:
+    """Score of tuned minus base on the same questions, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far the tuned model's probabilities of options can be believed, measured on the test questions."""
+
+    temperature: float  # log-probabilities are divided by it: fitted on validation questions
+    fitted_on: int  # validation questions; 0: too few, the temperature is 1
+    error: float | None  # calibration error, with its 95 % interval; None with fewer than 100 questions
+    error_low: float | None
+    error_high: float | None
+    sure_share: float  # questions whose likeliest option has a probability of SURE or more
+    sure_right: float | None  # right ones among them, with the 95 % interval; None without any
+    sure_low: float | None
+    sure_high: float | None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the tuned model chose. ``options`` is empty if the rows have different ones."""
+
+    options: tuple[str, ...]
+    are_shown: bool  # in the prompts
+    around: tuple[str, str]  # text before and after an option in an answer, such as a token that ends it
+    confusion: tuple[tuple[int, ...], ...]  # numbers of answers: [right option][chosen option]
+    majority: str  # the option that it always chose; empty if it chose several
+    calibration: Calibration
 
 
 @dataclass(frozen=True)
@@ -41,6 +83,9 @@ class Sample:
     where: str  # file:line
     base_loss: float
     tuned_loss: float
+    base_score: float | None = None
+    tuned_score: float | None = None
+    note: str = ""  # the tuned answer's mistake, or the checker's remark
 
 
 @dataclass(frozen=True)
@@ -77,8 +122,9 @@ class Preference:
 class Evaluation:
     """evaluation.json: base and tuned side by side on the same rows."""
 
-    improvement: Improvement
     tuned: Score
+    score_gain: ScoreGain | None = None
+    improvement: Improvement
     base: Score
     forgetting: Forgetting
     rows: int
@@ -87,6 +133,8 @@ class Evaluation:
     questions: int
     answered: int  # questions that both models answered: all, or a seeded sample
     adapter: tuple[str]  # fingerprint of the measured adapter
+    scorer: tuple[str, str] = (TEXT, "")  # evaluate.score as used, and why
+    choices: Choices | None = None
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # highest loss of the tuned model
     preference: Preference | None = None  # of pairs; then ``rows`` and losses are those of pairs

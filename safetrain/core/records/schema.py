@@ -14,6 +14,8 @@ DPO = "dpo"
 PAIRED = (DPO, "orpo")  # methods that train LoRA on pairs of answers
 OFF = ("max_examples", "max_loss_jump", "early_stopping_patience", "from_adapter")  # of train: null is off
 OF_START = ("rank", "scale", "num_layers", "targets")  # of lora: what the adapter of train.from_adapter decides
+TEXT, CHOICE, JSON, TOOLS, CHECKER = "text", "choice", "json", "tools", "checker"  # evaluate.score
+RENAMED = {"gate.least_exact_match": "gate.least_score"}  # keys of earlier versions
 RANGE, CHOICES = "range", "choices"
 
 
@@ -114,7 +116,10 @@ class Evaluate:
     """Settings for the comparison of base and tuned model on the test rows."""
 
     max_examples: int | None = number(at_least=1)
-    max_new_tokens: int = number(at_least=1, at_most=4096)
+    max_new_tokens: int | None = number(at_least=1, at_most=4096)
+    score: str | None = choice(TEXT, CHOICE, JSON, TOOLS, CHECKER)
+    schema: str | None
+    checker: str | None
 
 
 @dataclass(kw_only=True)
@@ -122,7 +127,7 @@ class Gate:
     """Thresholds of `safetrain result --gate`, losses in nats; None: not checked."""
 
     least_gain: float = number(at_least=-100, at_most=100)
-    least_exact_match: float | None = number(at_least=0, at_most=0.99)
+    least_score: float | None = number(at_least=0, at_most=0.99)
     most_forgotten: float | None = number(at_least=0, at_most=100)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 VALIDATED = Path("data/validated")
+SCORE = Path("conf/score")  # checkers and schemas: DVC sees their changes
 OUTPUT = Path("checkpoints_qlora")
 DATA_REPORT = OUTPUT / "data_report.json"
 MACHINE = OUTPUT / "machine.json"

@@ -4,6 +4,7 @@ A template is run as in transformers, but with a fixed date. Rendering a chat wi
 text that the template writes around them. Reads local folders only; never runs code that came with a model.
 """
 
+import bisect
 import functools
 import json
 import os
@@ -23,6 +24,12 @@ Messages = Sequence[Mapping[str, Any]]  # role, content, and other keys of a tem
 Tools = Sequence[Any] | None
 MARK = re.compile(r"Zq(\d{5,})qZ")
 LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
+END_OF_THINKING = re.compile(
+    r"</think(?:ing)?>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>|<\|channel\|>final<\|message\|>|</seed:think>|◁/think▷"
+)
+BEGIN_OF_THINKING = re.compile(
+    r"\s*(?:<think(?:ing)?>|\[THINK\]|<\|START_THINKING\|>|<\|channel>|<\|channel\|>analysis|<seed:think>|◁think▷)"
+)
 PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 REGEX = "fix_mistral_regex"  # set to False by transformers if a tokenizer of Mistral may be wrong
@@ -273,6 +280,30 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``, with or without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def after_thinking(self, ids: Sequence[int], expected: Sequence[int] = ()) -> Sequence[int] | None:
+        """The part of an answer after its thinking; None if it thinks to its end.
+
+        ``expected``: another answer to the same prompt, which shows whether the prompt begins the thinking.
+        """
+        text, other = self.decode(ids, special=True), self.decode(expected, special=True)
+        ends = self._thoughts(ids)
+        if not ends:
+            is_begun = END_OF_THINKING.search(other) and not BEGIN_OF_THINKING.match(other)
+            return None if is_begun or BEGIN_OF_THINKING.match(text) else ids
+        return ids[bisect.bisect_left(range(len(ids)), ends, key=lambda most: self._thoughts(ids[:most])) :]
+
+    def _thoughts(self, ids: Sequence[int]) -> int:
+        return len(END_OF_THINKING.findall(self.decode(ids, special=True)))
+
+    def continuation(self, prompt: Sequence[int], text: str) -> list[int]:
+        """The ids of ``text`` after a prompt; a token that would span both is divided.
+
+        The prompt is encoded again, because some tokenizers add a space to a text that they decode.
+        """
+        before = self.decode(prompt, special=True)
+        whole, begun = self.encode_chat(before + text), self.encode_chat(before)
+        return whole[len(begun) :] if whole[: len(begun)] == begun else self.encode_chat(text)
 
     def _sources(self) -> dict[str, str]:
         """The chat templates by name, from the tokenizer or from chat_template.json."""

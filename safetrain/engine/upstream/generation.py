@@ -4,10 +4,12 @@ Prompts are answered together only if that gives the same answers as one by one.
 not the model's name.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -81,6 +83,36 @@ class Conversation:
             self._caches, same = make_prompt_cache(self._module), 0
         del self._ids[same:]
         return same
+
+
+def continuation_logprobs(module: Any, prompt: Sequence[int], options: Sequence[Sequence[int]]) -> np.ndarray:
+    """(options,) float64 log-probability, in nats, of each continuation of a prompt, which is read once."""
+    found, (caches, first) = np.zeros(len(options)), _read(module, prompt)
+    can_trim = can_trim_prompt_cache(caches)
+    for number, (begin, *rest) in enumerate(options):
+        found[number] = first[0, begin]
+        if rest:
+            own = caches if can_trim else copy.deepcopy(caches)
+            more = _log_softmax(module(mx.array([[begin, *rest[:-1]]]), cache=own)[0])
+            found[number] += more[np.arange(len(rest)), rest].sum()
+            if own is caches and trim_prompt_cache(caches, len(rest)) < len(rest):  # a sliding window has moved on
+                caches, _ = _read(module, prompt)
+    return found
+
+
+def _read(module: Any, prompt: Sequence[int]) -> tuple[list[Any], np.ndarray]:
+    """The caches after a prompt, and (1, vocabulary) log-probabilities of the next token."""
+    caches, before = make_prompt_cache(module), prompt[:-1]
+    for start in range(0, len(before), PREFILL_TOKENS):  # their logits are never computed
+        module(mx.array([before[start : start + PREFILL_TOKENS]]), cache=caches)
+        mx.eval([each.state for each in caches])
+    return caches, _log_softmax(module(mx.array([prompt[-1:]]), cache=caches)[0])
+
+
+def _log_softmax(logits: mx.array) -> np.ndarray:
+    values = np.array(logits.astype(mx.float32)).astype(np.float64)
+    values -= values.max(axis=-1, keepdims=True)
+    return values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
 
 
 def wait_for_the_next_token() -> None:
