@@ -280,8 +280,9 @@ def exam_of(
             do = "set evaluate.score=text"
             raise ConfigError("The chat template does not write the options as they are in the rows.", do=do)
         return replace(exam, task=Task(TEXT, "the chat template changes the options")), calls
-    if not settings.max_examples:  # options cost more than an answer
-        tokens = sum(map(len, choices[numbers[0]].options))
+    if not settings.max_examples:  # prompts and options are read one by one, which costs more than an answer
+        first = choices[numbers[0]]
+        tokens = len(first.prompt) + sum(map(len, first.options))
         numbers = numbers[: max(LEAST_QUESTIONS, answer_tokens // max(most, tokens))]
     others = sampled(len(valid.question_rows), max(MOST_FITTED, len(numbers)))
     fitted = _rows("valid", {at: int(valid.question_rows[at]) // valid.rows.rows_per_pair for at in others})
