@@ -43,7 +43,7 @@ def main(config: Pipeline) -> None:
     for remark in remarks:
         print_text(remark)
     progress = EvaluationProgress()
-    examination = Examination(held_out, general, run, exam, progress)
+    examination = Examination(general, run, exam, progress)
     with ending_at_once(), scorer_of(exam.task, settings, calls) as scorer, still_working(progress.text):
         exam.try_out(scorer)
         start = Path(run.from_adapter) if run.from_adapter else None
@@ -51,7 +51,7 @@ def main(config: Pipeline) -> None:
         answers = scored_answers(exam, *measures, scorer)
     adapter = fingerprint(paths.ADAPTERS)
     pair_loss = PairLoss(run.method, run.beta) if run.method in PAIRED else None
-    evaluation = evaluation_of(held_out, general, files.vocab_size, measures, exam, answers, adapter, pair_loss)
+    evaluation = evaluation_of(general, files.vocab_size, measures, exam, answers, adapter, pair_loss)
     write_record(paths.EVALUATION, evaluation)
     print_text("\n".join(describe_evaluation(evaluation)))
     for sample in evaluation.samples[:3]:

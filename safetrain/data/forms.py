@@ -37,17 +37,8 @@ TEXTS = ("text", "sentence")  # of a class
 CONTEXTS = ("input", "context")
 OPTIONS = ("options", "choices")
 ANSWERS = (
-    "completion",
-    "response",
-    "answer",
-    "answerkey",
-    "output",
-    "solution",
-    "assistant",
-    "reply",
-    "target",
-    "resposta",
-)
+    "completion", "response", "answer", "answerkey", "output", "solution", "assistant", "reply", "target", "resposta"
+)  # fmt: skip
 FORMS = (  # the required parts of a row, and the optional ones
     ({"messages"}, {"system", "tools"}),
     ({"prompt", "completion"}, {"input", "system", "tools", "history", "options"}),

@@ -6,7 +6,7 @@ The task is set by evaluate.score, or recognised from the rows.
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -65,7 +65,7 @@ class Task:
 
 
 def task_of(
-    settings: Evaluate, rows: Sequence[Canonical], calls: ToolCalls, read: Sequence[tuple[Canonical, str]]
+    settings: Evaluate, rows: Sequence[Canonical], calls: ToolCalls, read: Iterable[tuple[Canonical, str]]
 ) -> Task:
     """The task of these test rows. ``read``: some of them with their answers as text, whose calls are read back.
 
@@ -229,9 +229,7 @@ class Exam:
             for name, count in parts.most_common(MOST_PARTS)
         }
         if self.choices:
-            order = sorted(self.choices)
-            texts = [self.task.options_of(self.rows[number]) for number in order]
-            means |= parts_of([found.options[number] for number in order], self._right(order), texts, self.task.options)
+            means |= parts_of(*self._chosen(found), self.task.options)
         questions, after = self.held_out.questions, self.tokenizer.after_thinking
         mistakes = Counter(each.note for each in judged if each.note and each.score < 1)
         return Score(
@@ -244,17 +242,17 @@ class Exam:
 
     def choices_of(self, tuned: ModelMeasures) -> Choices:
         """What the tuned model chose."""
-        order = sorted(self.choices)
-        texts = [self.task.options_of(self.rows[number]) for number in order]
+        found, right, texts = self._chosen(tuned)
         fitted = tuned.calibration, [choice.right for choice in self.calibration]
-        found = [tuned.options[number] for number in order]
-        right = self._right(order)
-        before, _, after = _around(self.held_out.questions[order[0]], texts[0][right[0]], self.tokenizer)
-        are_shown = any(self.rows[number].get("options") for number in order)
+        before, _, after = _around(self.held_out.questions[min(self.choices)], texts[0][right[0]], self.tokenizer)
+        are_shown = any(self.rows[number].get("options") for number in self.choices)
         return choices_of_tuned(found, right, self.task.options, texts, (before, after), fitted, are_shown=are_shown)
 
-    def _right(self, order: Sequence[int]) -> list[int]:
-        return [self.choices[number].right for number in order]
+    def _chosen(self, model: ModelMeasures) -> tuple[list[np.ndarray], list[int], list[tuple[str, ...]]]:
+        """Of each question with options, in order: their log-probabilities, the right one, and their texts."""
+        order = sorted(self.choices)
+        right = [self.choices[number].right for number in order]
+        return [model.options[at] for at in order], right, [self.task.options_of(self.rows[at]) for at in order]
 
 
 def exam_of(
@@ -269,7 +267,7 @@ def exam_of(
     numbers = sampled(len(held_out.questions), count)
     rows = _rows("test", {number: held_out.line(held_out.questions[number].row) for number in numbers})
     written = ((rows[at], tokenizer.decode(held_out.questions[at].answer, special=True)) for at in numbers)
-    task = task_of(settings, list(rows.values()), calls, list(written))
+    task = task_of(settings, list(rows.values()), calls, written)
     exam = Exam(task, held_out, tokenizer, most, rows)
     if task.scorer != CHOICE or not rows:
         return exam, calls
@@ -285,7 +283,7 @@ def exam_of(
         tokens = len(first.prompt) + sum(map(len, first.options))
         numbers = numbers[: max(LEAST_QUESTIONS, answer_tokens // max(most, tokens))]
     others = sampled(len(valid.question_rows), max(MOST_FITTED, len(numbers)))
-    fitted = _rows("valid", {at: int(valid.question_rows[at]) // valid.rows.rows_per_pair for at in others})
+    fitted = _rows("valid", {at: valid.line(int(valid.question_rows[at])) for at in others})
     calibration = (choice_of(valid.question(at), row, task, tokenizer) for at, row in fitted.items())
     exam = replace(exam, rows={at: rows[at] for at in numbers}, choices={at: choices[at] for at in numbers})
     return replace(exam, calibration=tuple(each for each in calibration if each is not None)), calls

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -31,7 +30,6 @@ LOGIT_ROWS = 4  # float32 numbers per logit alive while tokens are chosen: of th
 class Examination:
     """The data that models are measured on, and the limits: memory, time, questions, and tokens per answer."""
 
-    held_out: HeldOut
     general: GeneralText
     run: TrainingSummary
     exam: Exam
@@ -65,7 +63,7 @@ class Examination:
         return model, limit_bytes
 
     def _measure(self, name: str, model: BaseModel, files: ModelFiles, limit_bytes: int) -> ModelMeasures:
-        held_out, exam, longest = self.held_out, self.exam, self.exam.max_new_tokens
+        held_out, exam, longest = self.exam.held_out, self.exam, self.exam.max_new_tokens
         order = [number for number in exam.rows if number not in exam.choices]
         cache = CACHE_COPIES * 2 * files.num_layers * files.num_kv_heads * files.head_dim * FLOAT32
         token_bytes = cache + LOGIT_ROWS * FLOAT32 * files.vocab_size / longest  # with a share of its row's logits

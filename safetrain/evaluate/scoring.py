@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
-from safetrain.core.data.training_rows import HeldOut
 from safetrain.core.formatting import counted
 from safetrain.core.records.evaluation import Evaluation, Forgetting, PartLoss, Preference, Sample
 from safetrain.core.text.tokenizer import ChatTokenizer
@@ -93,7 +92,6 @@ def scored_answers(exam: Exam, base: ModelMeasures, tuned: ModelMeasures, scorer
 
 
 def evaluation_of(
-    held_out: HeldOut,
     general: GeneralText,
     vocabulary: int,
     measures: tuple[ModelMeasures, ModelMeasures],
@@ -106,7 +104,7 @@ def evaluation_of(
 
     With ``pair_loss``, the test rows are pairs: losses are per pair, and the base model is the reference.
     """
-    base, tuned = measures
+    (base, tuned), held_out = measures, exam.held_out
     labels, samples = held_out.rows.label_counts, list[Sample]()
     losses, terms, preference = (base.losses, tuned.losses), labels, None
     if pair_loss is not None:

@@ -54,7 +54,7 @@ def evaluated(step: int = 1, available: int = ROWS) -> Evaluation:
     words: Any = Words()
     exam = Exam(Task("text", ""), data, words, 9, {number: {} for number in range(0, ROWS, step)})
     answers = scored_answers(exam, base, tuned, judge_text)
-    return evaluation_of(data, text, VOCABULARY, (base, tuned), exam, answers, "print")
+    return evaluation_of(text, VOCABULARY, (base, tuned), exam, answers, "print")
 
 
 def test_losses_are_of_all_rows_and_answers_of_the_questions_that_were_asked() -> None:

@@ -80,6 +80,10 @@ class Store:
         file, line = (int(self.arrays[name][row : row + 1][0]) for name in ("files", "lines"))
         return f"{self.files[file]}:{line}"
 
+    def line(self, row: int) -> int:
+        """The line of data/validated that has a row, from 0."""
+        return row // self.rows.rows_per_pair
+
     def question(self, number: int) -> Question:
         places = zip(OF_QUESTIONS.values(), self.question_bounds, strict=True)
         prompt, answer, text = (self.arrays[name][bounds[number] : bounds[number + 1]] for name, bounds in places)

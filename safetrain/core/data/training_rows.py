@@ -229,5 +229,5 @@ def held_out_in(
     chosen = map(store.question, np.flatnonzero(np.isin(store.question_rows, sample)).tolist())
     questions = tuple(dataclasses.replace(question, row=place[question.row]) for question in chosen)
     available = int(np.count_nonzero(store.question_rows < len(first)))
-    where, line = (lambda row: store.where(int(sample[row]))), (lambda row: int(sample[row]) // first.rows_per_pair)
+    where, line = (lambda row: store.where(int(sample[row]))), (lambda row: store.line(int(sample[row])))
     return HeldOut(rows, questions, ends, where, line, len(first), available)

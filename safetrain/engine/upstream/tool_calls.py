@@ -77,7 +77,7 @@ def main(model: str) -> None:
     asked = list[tuple[Canonical, str]]()
     for number in range(min(TRIED, len(store.question_rows))):
         question = store.question(number)
-        row = rows[question.row // store.rows.rows_per_pair]
+        row = rows[store.line(question.row)]
         asked += [(row, tokenizer.decode(question.answer, special=True))] if calls_due(row) else []
     try:
         refusal = ToolCalls(Path(model)).unread(asked)
