@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_cpu
 
-Each way is a process of its own, ROUNDS times in turn. What dequantizing at each use brings is in bench_ops.
+Each way is a process of its own, ROUNDS times in turn.
 """
 
 import dataclasses

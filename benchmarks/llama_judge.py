@@ -12,11 +12,13 @@ BATCH = 512
 class LlamaJudge:
     """A file, opened by llama-cpp-python."""
 
-    def __init__(self, file: Path, context: int = BATCH) -> None:
+    def __init__(self, file: Path, context: int = BATCH, adapter: Path | None = None) -> None:
         import llama_cpp
 
         sizes = {"n_ctx": max(BATCH, context), "n_batch": BATCH, "n_ubatch": BATCH}
-        self._llama: Any = llama_cpp.Llama(str(file), n_threads=1, n_threads_batch=1, verbose=False, **sizes)
+        self._llama: Any = llama_cpp.Llama(
+            str(file), n_threads=1, n_threads_batch=1, verbose=False, **sizes, **lora(adapter)
+        )
 
     def split(self, text: str) -> list[int]:
         """Tokens of a text that may have special ones."""
@@ -46,6 +48,10 @@ class LlamaJudge:
 
     def _text(self, number: int) -> str:
         return self._llama._model.token_get_text(number) if number != -1 else ""
+
+
+def lora(adapter: Path | None) -> dict[str, str]:
+    return {} if adapter is None else {"lora_path": str(adapter)}
 
 
 def divergence(of: np.ndarray, found: np.ndarray) -> float:

@@ -15,7 +15,7 @@ from safetrain.cli_models import convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
 from safetrain.cli_talk import ask, chat
-from safetrain.cli_watch import monitor, report, track
+from safetrain.cli_watch import monitor, report
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import print_text
 from safetrain.core.params_file import PARAMS, left_behind
@@ -30,7 +30,7 @@ COMMANDS = {
     "A project": (init, update),
     "Before training": (fetch, convert, validate, preflight, estimate, selftest),
     "Train": (run, set_, runs),
-    "Inspect a run": (monitor, result, report, track),
+    "Inspect a run": (monitor, result, report),
     "Use the model": (ask, chat, fuse, push, ("export", export)),
     "After a crash": (diagnose, discard),
 }

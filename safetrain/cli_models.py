@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
-from safetrain.core.formatting import counted, install_extra, print_text, size_text
+from safetrain.core.formatting import counted, print_text, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, require_new
 
@@ -23,6 +23,7 @@ OutFolder = Annotated[Path, Argument(help="folder to write; must not exist yet")
 AdapterFolder = Annotated[Path, Option(help="adapter folder")]
 BaseFolder = Annotated[Path | None, Option(help="base model folder; default: the adapter's base")]
 MayLose = Annotated[float, Option(min=0.0, max=100.0, help="percent of the improvement that may be lost")]
+FIT_TOKENS = 4096  # of training rows that a quantized model is refitted on
 GgufType = StrEnum("GgufType", "F16 BF16 Q8_0 Q4_0 Q6_K Q5_K_M Q4_K_M Q3_K_M")  # the values are in lower case
 
 
@@ -71,12 +72,11 @@ def fuse(
 ) -> None:
     """Merge the adapter into the base model, for any MLX program.
 
-    Tries the base's own bits, then 8 bits, then float. Each merged model is written, loaded and compared with the base
-    and tuned models on validation rows. The first that keeps the improvement is kept.
+    Tries the base's own bits, then 8 bits, then float. Below 8 bits, weights are refitted on training rows. Each merged
+    model is written, loaded and compared with the base and tuned models on validation rows. The first that keeps the
+    improvement is kept.
     """
     from safetrain.watch.progress import still_working
-    from safetrain.watch.result import CARD, write_card
-    from safetrain.watch.run_folder import read_run
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
@@ -88,9 +88,21 @@ def fuse(
     what = f"{report.type}, {size_text(report.size_bytes)}, keeps {100 * report.kept:.1f} % of the improvement"
     print_text(f"{out} is written: {what}")
     print_text(f"Ask it: safetrain chat --base --model {shlex.quote(str(out))}; any MLX program opens it too")
+    _write_card(out, job, "mlx", out)
+
+
+def _write_card(folder: Path, job: "ExportJob", kind: str, model: Path) -> None:
+    """Print how to use a written model, and write its card, unless the folder has one that is not of an export."""
+    from safetrain.watch.result import CARD, CARD_TAG, ways_to_use, write_card
+    from safetrain.watch.run_folder import read_run
+
+    print_text(ways_to_use(folder, kind, model).rstrip())
+    path = folder / CARD
+    if folder.resolve() == Path.cwd() or (path.exists() and CARD_TAG not in path.read_text(encoding="utf-8")):
+        return
     try:
-        remarks = write_card(out, adapter, job.base, read_run())
-        print_text("\n  ".join([f"Wrote the model card {out / CARD}; read it before you share it.", *remarks]))
+        remarks = write_card(folder, job.adapter, job.base, read_run())
+        print_text("\n  ".join([f"Wrote the model card {folder / CARD}; read it before you share it.", *remarks]))
     except SafetrainError as error:  # the model is complete without a card
         print_text(f"no model card: {error}")
 
@@ -147,7 +159,8 @@ def export_peft(
     with still_working(f"writing and measuring {out}"):
         report = export_peft(job, name, print_text)
     bits = read_model_files(job.base).quantization_bits
-    same = f"the same answer on {round(report.written.same_answers * report.rows)} of {report.rows} rows"
+    share = report.written.same_answers if report.written is not None else 0.0
+    same = f"the same answer on {round(share * report.rows)} of {report.rows} rows"
     measured_on = f", with the {bits}-bit base dequantized" if bits is not None else ""
     print_text(f"{out} is written. Loaded again, it gives {same}{measured_on}.")
     if bits is not None and base_name is None:
@@ -159,43 +172,45 @@ def export_peft(
 @export.command("gguf")
 def export_gguf(
     out: Annotated[Path, Argument(help="file to write, NAME.gguf; must not exist yet")],
-    kind: Annotated[GgufType, Option("--type", help="type of weights; K types need llama-quantize")] = GgufType.Q8_0,
+    fused: Annotated[bool, Option("--fused", help="one file with the adapter merged in, e.g. for LM Studio")] = False,
+    kind: Annotated[
+        GgufType | None, Option("--type", help="type of the one file; default: q8_0; K types need llama-quantize")
+    ] = None,
     may_lose: MayLose = 2.0,
     adapter: AdapterFolder = paths.ADAPTERS,
     model: BaseFolder = None,
 ) -> None:
-    """Write the base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio.
+    """Write the base and the adapter as GGUF files for llama.cpp and Ollama, without rounding.
 
-    The file is compared with the tuned model on validation rows. A file that loses too much is refused.
+    --fused or --type writes one file instead, and compares it with the tuned model on validation rows. A file that
+    loses too much is refused.
     """
-    import importlib.util
-
     from safetrain.watch.progress import still_working
 
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("The package gguf is not installed.", do=install_extra("gguf"))
     if out.suffix != ".gguf":
         raise ConfigError("The file's name does not end with .gguf.", where=out, do=f"name it {out}.gguf")
     job = _export_job(out, adapter, model, may_lose)
     from safetrain.export.gguf_export import export_gguf
 
-    with still_working(f"writing and measuring {out}"):
-        report = export_gguf(job, kind.value, print_text)
-    print_text(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}")
-    modelfile = f"a Modelfile with FROM {out} and ollama create NAME -f Modelfile"
-    print_text(f"Ask it: llama-cli -m {shlex.quote(str(out))}, or {modelfile}")
+    with still_working(f"writing {out}"):
+        report = export_gguf(job, (kind or GgufType.Q8_0).value if fused or kind else None, print_text)
+    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}")
+    _write_card(out.parent, job, "gguf", out)
 
 
 def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0) -> "ExportJob":
     """Gather what every export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
-    from safetrain.core.data.training_rows import load_valid_rows
+    from safetrain.core.data.training_rows import load_sample
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import TrainingSummary
     from safetrain.engine.cpu.blas import load_fast_blas
 
     base, run = model or base_of(adapter), read_result(paths.SUMMARY, TrainingSummary)
-    rows = load_valid_rows(base, run.max_seq_length)
+    rows = load_sample("valid", base, run.max_seq_length)
+    fit = load_sample("train", base, run.max_seq_length, FIT_TOKENS)
     load_fast_blas()  # before anything imports mlx
     from safetrain.export.comparison import ExportJob
 
-    return ExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, may_lose / 100, run.compute_dtype)
+    return ExportJob(
+        base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, may_lose / 100, run.compute_dtype, fit
+    )

@@ -1,4 +1,4 @@
-"""The commands of `safetrain` that look at a run: monitor, report and track."""
+"""The commands of `safetrain` that look at a run: monitor and report."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import print_text, similar_path
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
-from safetrain.project import console, require_project
+from safetrain.project import require_project
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,18 +95,3 @@ def report() -> None:
     require_project()
     write_report(read_evaluated(), paths.REPORT)
     print(f"{paths.REPORT}: open it in a browser")
-
-
-def track() -> None:
-    """Send a run to W&B.
-
-    Sends steps, settings and scores, but no rows or answers. Each call makes a new run there, in the project
-    $WANDB_PROJECT (else safetrain). With WANDB_MODE=offline, it needs no account.
-    """
-    from safetrain.watch.run_folder import read_run
-    from safetrain.watch.trackers import export
-
-    require_project()
-    with console().status("sending to W&B"):
-        line = export(read_run())
-    print_text(line)

@@ -67,6 +67,7 @@ GITIGNORE = """# Your data and models; what you track with `dvc add` leaves its 
 *.gguf
 *.gguf.json
 *.Modelfile
+*.Modelfile
 /bug*.zip
 .DS_Store
 """

@@ -85,18 +85,19 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(tuned: Callabl
         invoke("fuse", "out")
 
 
-def test_a_gguf_file_is_measured_on_these_rows(tuned: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+def test_gguf_files_say_how_they_are_used(tuned: Callable[[int], Path]) -> None:
     tuned(8)
     with pytest.raises(ConfigError, match=r"name does not end with \.gguf"):
         invoke("export", "gguf", "out")
     told = invoke("export", "gguf", "out.gguf")
-    for said in ("on 9 validation rows", "out.gguf is written: q8_0", "llama-cli -m out.gguf"):
+    pair = "llama-cli -m out.gguf --lora out-adapter.gguf"
+    for said in ("out.gguf is written: exact", pair, "ollama create mine -f out.Modelfile", "needs one file"):
         assert said in told
-    with monkeypatch.context() as patched:
-        patched.setattr("importlib.util.find_spec", lambda _name: None)
-        with pytest.raises(ConfigError, match="package gguf is not installed"):
-            invoke("export", "gguf", "more.gguf")
+    assert not Path("README.md").exists(), "a project's own"
+    told = invoke("export", "gguf", "one/mine.gguf", "--fused")
+    for said in ("on 9 validation rows", "mine.gguf is written: q8_0", "lms import one/mine.gguf --copy", "model card"):
+        assert said in told
+    assert "| mine.gguf (q8_0) |" in Path("one/README.md").read_text()
 
 
 def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code() -> None:

@@ -29,12 +29,11 @@ from tests.test_documented_commands import understood
 SYSTEM = {"cd", "cp", "du", "git", "kill"}  # present wherever the message is printed
 # Other programs, by the file that names them: why they are there, or why the message is right without.
 ELSEWHERE = {
-    ("safetrain/core/formatting.py", "uv"): "only if it is on the PATH, or after the words that install it",
     ("safetrain/plan/check_report.py", "make"): "after the words 'in a clone'",
     ("safetrain/export/gguf_export.py", "brew"): "one of two ways to llama.cpp, which is no Python package",
-    ("safetrain/cli_models.py", "llama-cli"): "only llama.cpp and programs made from it read a GGUF file",
-    ("safetrain/cli_models.py", "ollama"): "only llama.cpp and programs made from it read a GGUF file",
-    ("safetrain/watch/templates/card.md", "llama-cli"): "for readers on the Hub, about a GGUF file",
+    ("safetrain/watch/templates/uses.txt", "llama-cli"): "only llama.cpp and programs made from it read a GGUF file",
+    ("safetrain/watch/templates/uses.txt", "ollama"): "only llama.cpp and programs made from it read a GGUF file",
+    ("safetrain/watch/templates/uses.txt", "mlx_lm.generate"): "for readers on the Hub too, who have mlx-lm",
     ("safetrain/watch/templates/card.md", "mlx_lm.generate"): "for readers on the Hub, who have mlx-lm",
     ("safetrain/watch/result.py", "source"): "only in a folder that has .venv/bin/activate",
     ("stages/__init__.py", "source"): "only a clone has the package stages",
@@ -57,7 +56,7 @@ NAMED = {  # values that are no path
     "path": "owner/name", "hub_id": "owner/name", "source": "hub:owner/name", "stage": "train", "question": "Why?",
     "change": "train.seed=7", "command": "safetrain run", "killed": "safetrain run", "left[0].pid": "7",
     "process.pid": "7", "shlex.join(words)": "train.seed=7", "' '.join(words)": "status", "command[1]": "train",
-    "module": "pip", "first": "", "which": "wandb",
+    "module": "pip", "first": "", "which": "mlx",
 }  # fmt: skip
 PATH, QUOTES = "my models/one", ("override(", "run_again(", "shlex.", "with_python(")  # calls that quote for a shell
 

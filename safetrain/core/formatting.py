@@ -1,7 +1,6 @@
 """Numbers, texts and commands as people read them."""
 
 import difflib
-import importlib.util
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from safetrain.core.records.schema import PAIRED, PRETRAIN
-from safetrain.core.storage.paths import shipped
 
 if TYPE_CHECKING:
     from safetrain.core.records.metrics import Proof
@@ -112,16 +110,6 @@ def written_again() -> str:
 def with_python(module: str) -> str:
     """Return the start of a package's own command: an installed safetrain has no other program on the PATH."""
     return f"{shlex.quote(sys.executable)} -m {module}"
-
-
-def install_extra(name: str) -> str:
-    """Return the command that adds an optional package to this environment; one that uv has made has no pip."""
-    pinned = shipped("constraints.txt")  # only a clone has it
-    which = shlex.join(["-e", f"{pinned.parent}[{name}]", "-c", str(pinned)]) if pinned.is_file() else name
-    if importlib.util.find_spec("pip"):
-        return f"{with_python('pip')} install {which}"
-    first = "" if shutil.which("uv") else "install uv (docs.astral.sh/uv), then: "
-    return f"{first}uv pip install --python {shlex.quote(sys.executable)} {which}"
 
 
 def run_again() -> str:

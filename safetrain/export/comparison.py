@@ -18,7 +18,7 @@ from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.tuned import DISCARD, NO_CHANGE, NO_EFFECT, TunedModel, sample_of
 from safetrain.engine.weight_files import adapter_arrays, apply_adapter, bytes_of
 
-HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
+HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'KL':>9}{'loss':>9}{'same answers':>15}"
 MOST_TOKENS = 2**15  # of the rows compared
 MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on an export's rows: a few seconds on a CPU
 
@@ -35,6 +35,7 @@ class ExportJob:
     mlx_limit_bytes: int  # memory limit of the training
     may_lose: float = 0.02  # share of the improvement
     compute_dtype: str | None = None  # of a GPU
+    fit: TokenRows | None = None  # training rows to refit a quantized model on
 
     def open(self, folder: Path) -> BaseModel:
         dequantize = dequantize_to_answer(read_model_files(folder))
@@ -129,5 +130,5 @@ def refusal(share: float, other: Likeness, may_lose: float) -> str:
 def describe_likeness(name: str, size_bytes: int, share: float, other: Likeness, rows: int, verdict: str = "") -> str:
     """Make one line of the table below ``HEADER``."""
     same = f"{round(other.same_answers * rows)} of {rows}"
-    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * share:.1f} %':>9}{other.loss:>9.4f}{same:>15}  {verdict}"
-    return line.rstrip()
+    kept = f"{f'{100 * share:.1f} %':>9}{other.divergence:>9.4f}{other.loss:>9.4f}{same:>15}"
+    return f"{name:<28}{size_text(size_bytes):>10}{kept}  {verdict}".rstrip()

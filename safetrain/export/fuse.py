@@ -23,6 +23,7 @@ from safetrain.engine.layers import ALL, dequantized
 from safetrain.engine.upstream.loading import copy_beside, errors_told, load, write_config
 from safetrain.engine.weight_files import adapter_arrays, bytes_of, save_shards
 from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
+from safetrain.export.refit import refitted
 
 MORE_BITS = 8  # if the base's own bits lose too much
 Plan = dict[str, dict[str, Any] | None]  # group_size, bits and mode of each layer, by its path; None: float
@@ -71,6 +72,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     plan = plan_of(module, changes, bits)
     arrays = merged(module, changes, plan)
     size = bytes_of(arrays)
+    arrays |= _refitted(job, module, changes, plan)
     do = "free some space, or choose a folder on another disk"
     require_room(job.out.parent, size, "There is too little disk space for the fused model.", do)
     folder.mkdir()
@@ -84,11 +86,30 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
     return size
 
 
+def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> dict[str, mx.array]:
+    """Arrays of the changed layers of less than 8 bits, refitted; none without rows to fit them on."""
+    layers, arrays = dict(module.named_modules()), dict[str, mx.array]()
+    few = {
+        path: (stored, layers[path].scales.dtype)
+        for path, stored in plan.items()
+        if stored and stored["bits"] < MORE_BITS and path in changes.paths and layers[path].weight.ndim == 2
+    }
+    if few and job.fit is not None:
+        for path, parts in refitted(job.base, job.adapter, changes.merged, few, job.fit, job.most_tokens):
+            arrays |= {
+                f"{path}.{kind}": part for kind, part in zip(("weight", "scales", "biases"), parts, strict=False)
+            }
+    return arrays
+
+
 class Changes:
-    """An adapter's changes to its base: ``paths`` of the layers with new weights, new ``values`` of other arrays."""
+    """An adapter's changes to its base: ``paths`` of the layers with new weights, new ``values`` of other arrays.
+
+    ``arrays``: the adapter's own.
+    """
 
     def __init__(self, module: Any, arrays: Mapping[str, mx.array], scale: float) -> None:
-        layers, self._arrays, self._scale = dict(module.named_modules()), arrays, scale
+        layers, self.arrays, self._scale = dict(module.named_modules()), arrays, scale
         self.paths, self.values = set[str](), dict[str, mx.array]()
         for name, value in arrays.items():
             path, _, kind = name.rpartition(".")
@@ -99,11 +120,11 @@ class Changes:
 
     def merged(self, path: str, weight: mx.array, rows: slice = ALL) -> mx.array:
         """Rows of a layer's tuned weight in float32; ``weight``: the same rows in the base."""
-        whole, a = self._arrays.get(f"{path}.weight"), self._arrays.get(f"{path}.lora_a")
+        whole, a = self.arrays.get(f"{path}.weight"), self.arrays.get(f"{path}.lora_a")
         weight = (weight if whole is None else whole[rows]).astype(mx.float32)
         if a is None:
             return weight
-        b, lengths = self._arrays[f"{path}.lora_b"], self._arrays.get(f"{path}.m")
+        b, lengths = self.arrays[f"{path}.lora_b"], self.arrays.get(f"{path}.m")
         if a.ndim == 3:  # (experts, rank, inputs) and (experts, outputs, rank)
             return weight + (self._scale * b) @ a
         weight = weight + (self._scale * b[:, rows]).T @ a.T

@@ -1,17 +1,16 @@
-"""Writes a tuned model as a GGUF file, and reads and measures it before it gets its final name.
+"""Writes a tuned model for llama.cpp: base and adapter as they were trained on, or merged into one file and measured.
 
-The gguf package has llama.cpp's names for weights. Their layout and the settings that llama.cpp needs are in its
-code: src/models/FAMILY.cpp and conversion/FAMILY.py. Weights are written and read one at a time.
+The settings that llama.cpp needs are in its code: src/models/FAMILY.cpp and conversion/FAMILY.py. Weights are written
+and read one at a time.
 """
 
 import gc
-import itertools
-import math
+import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,43 @@ import gguf
 import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, ModelError
-from safetrain.core.model.files import read_model_files
-from safetrain.core.records.adapter_files import read_prompt_format
-from safetrain.core.records.evaluation import ExportReport
-from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_record
+from safetrain.core.formatting import size_text
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.adapter_files import fingerprint, lora_number, read_prompt_format, require_base
+from safetrain.core.records.evaluation import GGUF_ADAPTER, ExportReport
+from safetrain.core.storage.files import (
+    full_disk_named,
+    json_object,
+    require_new,
+    require_room,
+    write_atomic,
+    write_record,
+    write_text,
+)
 from safetrain.core.text.tokenizer import ChatTokenizer
 from safetrain.engine.backend import set_limits
-from safetrain.engine.layers import dequantized, inputs_of, slices_of
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.upstream.adaptation import adapt
-from safetrain.engine.upstream.loading import errors_told, ready_to_compute, rebuilt
+from safetrain.engine.upstream.family import text_part
+from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
 from safetrain.export.fuse import Changes, open_to_merge
-from safetrain.export.gguf_text import write_chat, write_vocabulary
+from safetrain.export.gguf_text import stop_tokens, write_chat, write_vocabulary
+from safetrain.export.gguf_weights import (
+    KEEP_MLX,
+    KINDS,
+    PLAIN,
+    REPACKED,
+    GgufPart,
+    adapter_pairs,
+    arrays_in,
+    encoded,
+    exact_kind,
+    parts_of,
+    text_model,
+)
 
 FAMILIES = {  # llama.cpp's architectures by model_type in config.json
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3",
@@ -45,31 +65,40 @@ ROTATIONS = {"llama": ("llama3",), "phi3": LONG}  # rotary scalings, besides def
 DEFAULT_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
 STRIPPING = "phi-3"  # if it is in a model's name, llama.cpp drops white space after special tokens
 
-BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
-KINDS = {"f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
-PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
-READ_BITS = 8  # of quantized weights that are read back
+EXACT = "exact"  # the type of an export in which no number of the base or the adapter is changed
 FLOAT_BYTES, READ_BYTES = 2, 1.25  # of a weight that is read back: in 16 bits; in 8 bits with scales and biases
-AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every token passes through them
+LEAST_CONTEXT = 4096  # tokens that Ollama makes room for, if the model can read as many
 QUANTIZER = "llama-quantize"  # llama.cpp's program, for types that are not in KINDS
+NAMED = 3  # matrices in a line
 LAST_WORDS = 400  # characters of its output, if it fails
+DO_ROOM = "free some space, choose a folder on another disk, or write one file of fewer bits: --type q4_0"
 Info = tuple[str, tuple[int, ...], int, Kind]  # a tensor's name, shape and bytes in the file, and its type
-KEEP_MLX = "keep it as an MLX model: safetrain fuse OUT"
 
 
 def report_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
 
 
-def export_gguf(job: ExportJob, kind: str, say: Callable[[str], None]) -> ExportReport:
-    """Write ``job.out`` and its report; ``kind`` is one of KINDS, or one that llama-quantize makes.
+def adapter_of(out: Path) -> Path:
+    return out.with_name(f"{out.stem}{GGUF_ADAPTER}")
 
-    Raises ConfigError, ModelError if llama.cpp does not support the model or the file loses too much of the
-    improvement, DiskFullError, and MachineError if memory is too small to measure the file.
+
+def modelfile_of(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.Modelfile")
+
+
+def export_gguf(job: ExportJob, kind: str | None, say: Callable[[str], None]) -> ExportReport:
+    """Write ``job.out`` with its report and a Modelfile for Ollama; complete, or nothing.
+
+    ``kind``: None, and an adapter is written beside the base, both exactly; or the type of one file with the adapter
+    merged in, one of KINDS or one that llama-quantize makes. Raises ConfigError, ModelError if llama.cpp does not
+    support the model or adapter, or one file loses too much of the improvement, DiskFullError, and MachineError if
+    memory is too small to measure it.
     """
-    for path in (job.out, report_of(job.out)):
+    adapter = adapter_of(job.out) if kind is None else None
+    for path in filter(None, (job.out, report_of(job.out), adapter, modelfile_of(job.out))):
         require_new(path, "choose another name, or remove it")
-    if kind not in KINDS and shutil.which(QUANTIZER) is None:
+    if kind not in (None, *KINDS) and shutil.which(QUANTIZER) is None:
         raise ConfigError(
             f"{kind} needs llama.cpp's {QUANTIZER}, which is not installed.",
             do="install it: brew install llama.cpp (or build github.com/ggml-org/llama.cpp); or choose --type q8_0 or "
@@ -78,39 +107,98 @@ def export_gguf(job: ExportJob, kind: str, say: Callable[[str], None]) -> Export
     parent, reports = job.out.parent.resolve(), list[ExportReport]()
 
     def write(path: Path) -> None:
-        reports.append(_exported(job, kind, path, say))
+        reports.append(_exact(job, path, say) if kind is None else _merged(job, kind, path, say))
         write_record(report_of(job.out), reports[0])
+        write_text(modelfile_of(job.out), _modelfile(job, adapter))
 
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         write_atomic(job.out, write)
     return reports[0]
 
 
-def _exported(job: ExportJob, kind: str, path: Path, say: Callable[[str], None]) -> ExportReport:
-    """Measure the tuned model, write it to ``path``, and measure what was written."""
-    files, stored = read_model_files(job.base), KINDS.get(kind, Kind.F16)
+def _exact(job: ExportJob, path: Path, say: Callable[[str], None]) -> ExportReport:
+    """Write the base to ``path`` and the adapter beside ``job.out``, without rounding a number."""
+    files = read_model_files(job.base)
+    require_base(job.adapter, job.base, files.fingerprint)
+    module, _, changes = open_to_merge(job.base, job.adapter)
+    writer, parts, divisors = _begun(job, module, files)
+    pairs = adapter_pairs(changes.arrays, parts, job.adapter)
+    layers = dict(module.named_modules())
+    kinds = [exact_kind(part, layers[part.path]) for part in parts]
+    del module, layers  # with the scales that were read
+    mx.clear_cache()
+    _write(writer, path, divisors, parts, kinds, load(job.base)[0], None)
+    writer = gguf.GGUFWriter(None, writer.arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(
+        gguf.Keys.Adapter.LORA_ALPHA, lora_number(job.adapter, "scale") * len(next(iter(pairs.values()))[0])
+    )
+    for name, pair in pairs.items():
+        for letter, values in zip("ab", pair, strict=True):
+            writer.add_tensor(f"{name}.lora_{letter}", np.array(values))
+
+    def write(adapter: Path) -> None:
+        writer.write_header_to_file(adapter)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    write_atomic(adapter_of(job.out), write)
+    _describe(job, path, parts, kinds, say)
+    form, base = read_prompt_format(job.adapter), str(job.base)
+    size = path.stat().st_size + adapter_of(job.out).stat().st_size
+    stops = form.stop_ids if form else ()
+    return ExportReport(
+        EXACT, size, base, files.fingerprint, fingerprint(job.adapter), 0, 0, None, None, None, 1.0, stops
+    )
+
+
+def _describe(
+    job: ExportJob, path: Path, parts: Sequence[GgufPart], kinds: Sequence[Kind], say: Callable[[str], None]
+) -> None:
+    matrices = [(part, kind) for part, kind in zip(parts, kinds, strict=True) if len(part.shape) > 1]
+    counts = Counter(kind.name for _, kind in matrices)
+    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    adapter = adapter_of(job.out)
+    say(f"{job.out.name}: {size_text(path.stat().st_size)}, the base, every weight equal to the original ({types})")
+    say(f"{adapter.name}: {size_text(adapter.stat().st_size)}, the adapter in float32, as trained")
+    quantized = read_model_files(job.base).quantization_bits is not None
+    larger = [part.path for part, kind in matrices if kind not in REPACKED]
+    if quantized and larger:
+        more = f" and {len(larger) - NAMED} more" if len(larger) > NAMED else ""
+        say(f"No smaller GGUF type holds these matrices exactly: {', '.join(larger[:NAMED])}{more}.")
+        say("For a smaller file with a measured loss: add --fused")
+
+
+def _begun(job: ExportJob, module: Any, files: ModelFiles) -> tuple[Any, list[GgufPart], dict[str, np.ndarray]]:
+    """A writer with all metadata, the weights to write, and extra tensors to write before them."""
     architecture = architecture_of(files.model_type, job.base)
-    module, config, changes = open_to_merge(job.base, job.adapter)
     parts, writer = parts_of(module, architecture), gguf.GGUFWriter(None, architecture)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{stored.name}"])
     divisors = write_shape(writer, text_model(module))
     _write_texts(writer, job, text_model(module).args.vocab_size)
-    infos = [(name, values.shape, values.nbytes, Kind.F32) for name, values in divisors.items()]
-    infos += [(part.name, part.shape, part.bytes_as(stored), part.stored_as(stored)) for part in parts]
-    do = "free some space, choose a folder on another disk, or fewer bits with --type"
-    disk = sum(each_bytes for _, _, each_bytes, _ in infos)
-    require_room(path.parent, disk, "There is too little disk space for the GGUF file.", do)
-    size = int((FLOAT_BYTES if KINDS.get(kind) in PLAIN else READ_BYTES) * sum(math.prod(part.shape) for part in parts))
+    return writer, parts, divisors
+
+
+def _merged(job: ExportJob, kind: str, path: Path, say: Callable[[str], None]) -> ExportReport:
+    """Measure the tuned model, write it to ``path``, and measure what was written."""
+    files, stored = read_model_files(job.base), KINDS.get(kind, Kind.F16)
+    architecture_of(files.model_type, job.base)
+    module, config, changes = open_to_merge(job.base, job.adapter)
+    writer, parts, divisors = _begun(job, module, files)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{stored.name}"])
+    kinds = [part.stored_as(stored) for part in parts]
+    weights = sum(part.shape[0] * (part.shape[-1] if len(part.shape) > 1 else 1) for part in parts)
+    size = int((FLOAT_BYTES if KINDS.get(kind) in PLAIN else READ_BYTES) * weights)
     do = "close other programs, choose --type q8_0 or fewer bits, or export on a larger machine"
     require_memory(size, "the GGUF file", do)
     comparison = ExportComparison(job, files, say)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
         unquantized = path if kind in KINDS else Path(scratch) / path.name
-        data = (taken(part, module, changes, stored) for part in parts)
-        _write_tensors(writer, unquantized, infos, itertools.chain(divisors.values(), data))
+        _write(writer, unquantized, divisors, parts, kinds, module, changes)
         if unquantized != path:
             _quantize(unquantized, path, kind)
-    del module, changes, writer, data
+    del module, changes, writer
     gc.collect()
     set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
     with errors_told("open the written model", path):
@@ -133,15 +221,33 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, size: int) -> None:
     write_chat(writer, tokenizer, read_prompt_format(job.adapter), size)
 
 
-def _write_tensors(writer: gguf.GGUFWriter, path: Path, infos: Iterable[Info], data: Iterable[np.ndarray]) -> None:
+def _write(
+    writer: gguf.GGUFWriter, path: Path, divisors: dict[str, np.ndarray], parts: Sequence[GgufPart],
+    kinds: Sequence[Kind], module: Any, changes: Changes | None,
+) -> None:  # fmt: skip
+    """Write a file. Each weight is removed from ``module`` after it is written, which frees its memory."""
+    infos: list[Info] = [(name, values.shape, values.nbytes, Kind.F32) for name, values in divisors.items()]
+    infos += [(part.name, part.shape, part.bytes_as(kind), kind) for part, kind in zip(parts, kinds, strict=True)]
+    disk = sum(size for _, _, size, _ in infos)
+    require_room(path.parent, disk, "There is too little disk space for the GGUF file.", DO_ROOM)
     for name, shape, size, kind in infos:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, kind)
+    layers = dict(module.named_modules())
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for values in data:
+        file: Any = next(iter(writer.fout or ()))
+        for values in divisors.values():
             writer.write_tensor_data(values)
+        writer.write_padding(file, file.tell())
+        for part, kind in zip(parts, kinds, strict=True):
+            for rows in encoded(part, layers[part.path], changes, kind):
+                rows.tofile(file)
+                mx.clear_cache()
+            writer.write_padding(file, file.tell())
+            for name in ("weight", "scales", "biases") if part.kind == "weight" else ("bias",):
+                layers[part.path].pop(name, None)
     finally:
         writer.close()
 
@@ -156,6 +262,17 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
         raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {process.returncode}", do=do)
 
 
+def _modelfile(job: ExportJob, adapter: Path | None) -> str:
+    """What ``ollama create`` reads: the files, the texts that end an answer, and room for the context."""
+    tokenizer = ChatTokenizer(job.base)
+    stops = stop_tokens(tokenizer, read_prompt_format(job.adapter))
+    wanted = max(LEAST_CONTEXT, int(job.rows.lengths.max()))
+    context = min(wanted, text_part(json_object(job.base / "config.json")).get("max_position_embeddings") or wanted)
+    lines = [f"FROM ./{job.out.name}", f"ADAPTER ./{adapter.name}" if adapter else ""]
+    lines += [f"PARAMETER stop {json.dumps(tokenizer.token_of(stop), ensure_ascii=False)}" for stop in stops]
+    return "\n".join(filter(None, [*lines, f"PARAMETER num_ctx {context}"])) + "\n"
+
+
 def architecture_of(model_type: str, where: Path) -> str:
     """llama.cpp's name for a model type; raises ModelError if this type cannot be exported as a GGUF file."""
     if model_type not in FAMILIES:
@@ -167,11 +284,6 @@ def architecture_of(model_type: str, where: Path) -> str:
             "llama.cpp's convert_hf_to_gguf.py",
         )
     return FAMILIES[model_type]
-
-
-def text_model(module: Any) -> Any:
-    """The language model in a module: gemma3 also has a vision model."""
-    return module.get("language_model", module)
 
 
 def write_shape(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarray]:
@@ -229,103 +341,3 @@ def _write_rotation(writer: gguf.GGUFWriter, module: Any) -> dict[str, np.ndarra
         factors = np.array(scaling["long_factor"], dtype=np.float32)
         return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
     return {}
-
-
-@dataclass(frozen=True)
-class GgufPart:
-    """A weight of the model, and how the file stores it."""
-
-    name: str  # in the file
-    path: str  # of its layer in the module
-    kind: str  # weight, or bias
-    shape: tuple[int, ...]  # (outputs, inputs), or (width,)
-    heads: int  # whose rows are reordered; 0: none
-    added: float  # to every number in the file
-
-    def places(self) -> np.ndarray:
-        """For each of mlx-lm's rows, its place in the file; shape (rows,)."""
-        rows = np.arange(self.shape[0])
-        return np.argsort(rows.reshape(self.heads, 2, -1).swapaxes(1, 2).ravel()) if self.heads else rows
-
-    def stored_as(self, kind: Kind) -> Kind:
-        """The weight's type in a file of ``kind``: F32 for vectors, Q8_0 for a name in AT_THE_ENDS if it is Q4_0."""
-        if len(self.shape) == 1:
-            return Kind.F32
-        return Kind.Q8_0 if kind == Kind.Q4_0 and self.name in AT_THE_ENDS else kind
-
-    def bytes_as(self, kind: Kind) -> int:
-        """The weight's size in a file of ``kind``, in bytes."""
-        block, size = gguf.GGML_QUANT_SIZES[self.stored_as(kind)]
-        return math.prod(self.shape) // block * size
-
-
-def parts_of(module: Any, architecture: str) -> list[GgufPart]:
-    """Every weight of the model, in the order of writing; raises ModelError if llama.cpp has no name for it."""
-    inner = text_model(module)
-    prefix, args = "" if inner is module else "language_model.", inner.args
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], args.num_hidden_layers)
-    layers = dict(inner.named_modules())
-    # llama.cpp rotates neighbouring numbers of q and k in Llama, mlx-lm the halves of a head
-    turned = {"attn_q": args.num_attention_heads, "attn_k": args.num_key_value_heads}
-    parts, arrays = list[GgufPart](), dict[str, mx.array](tree_flatten(inner.parameters()))
-    for array_name, value in arrays.items():
-        path, _, kind = array_name.rpartition(".")
-        if kind in ("scales", "biases"):
-            continue
-        name = names.get_name(array_name, (".weight", ".bias"))
-        if name is None:
-            what = f"llama.cpp has no place for a weight of this model: {array_name}."
-            raise ModelError(what, expected=f"the weights of {architecture}", do=KEEP_MLX)
-        shape = tuple(value.shape) if value.ndim == 1 else (value.shape[0], inputs_of(layers[path]))
-        heads = turned.get(name.split(".")[-2], 0) if architecture == "llama" else 0
-        is_gemma = architecture.startswith("gemma")  # mlx-lm's norms multiply by 1 + weight
-        added = 1.0 if is_gemma and name.endswith("norm.weight") else 0.0
-        parts.append(GgufPart(name, prefix + path, kind, shape, heads, added))
-    return parts
-
-
-def taken(part: GgufPart, module: Any, changes: Changes, kind: Kind) -> np.ndarray:
-    """Encode a weight, with the adapter merged in, a few rows at a time; returns (rows, bytes of a row) uint8.
-
-    The weight is removed from ``module``, which frees its memory.
-    """
-    layer, stored, places = dict(module.named_modules())[part.path], part.stored_as(kind), part.places()
-    data = np.empty((part.shape[0], part.bytes_as(kind) // part.shape[0]), dtype=np.uint8)
-    for rows in slices_of(part.shape[0], math.prod(part.shape[1:])):
-        if len(part.shape) == 1:
-            weight = changes.values.get(f"{part.path}.{part.kind}", layer[part.kind])[rows].astype(mx.float32)
-        else:
-            weight = changes.merged(part.path, dequantized(layer, rows), rows)
-        values = np.array(weight).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
-        with np.errstate(over="ignore"):  # the measured loss is then not a number
-            quantized = gguf.quants.quantize(values, stored)
-        data[places[rows]] = np.ascontiguousarray(quantized).view(np.uint8).reshape(len(values), -1)
-    for name in ("weight", "scales", "biases") if part.kind == "weight" else ("bias",):
-        layer.pop(name, None)
-    return data
-
-
-def arrays_in(file: Path, parts: Iterable[GgufPart]) -> Iterator[tuple[str, mx.array]]:
-    """Read a file's weights under their names in mlx-lm; quantized weights get 8 bits."""
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    for part in parts:
-        tensor = tensors[part.name]
-        data, kind = np.asarray(tensor.data).reshape(part.shape[0], -1)[part.places()], tensor.tensor_type
-        if kind == Kind.BF16:
-            yield f"{part.path}.{part.kind}", mx.array(data.view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
-        elif kind in PLAIN:
-            yield f"{part.path}.{part.kind}", mx.array((data - part.added).astype(data.dtype).reshape(part.shape))
-        else:
-            for name, value in zip(("weight", "scales", "biases"), _in_8_bits(data, kind), strict=True):
-                yield f"{part.path}.{name}", value
-
-
-def _in_8_bits(data: np.ndarray, kind: Kind) -> tuple[mx.array, ...]:
-    """Convert quantized rows to mlx's 8 bits: q8_0 exactly, fewer bits with a rounding much finer than their own."""
-    data = np.ascontiguousarray(data)
-    if kind != Kind.Q8_0:
-        return tuple(mx.quantize(mx.array(gguf.quants.dequantize(data, kind)), BLOCK, READ_BITS))
-    blocks = data.reshape(len(data), -1, 2 + BLOCK)  # a float16 scale and signed numbers
-    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    numbers = np.ascontiguousarray(blocks[..., 2:] ^ 0x80).reshape(len(data), -1).view(np.uint32)  # -128 becomes 0
-    return mx.array(numbers), mx.array(scales), mx.array(scales * -128.0)

@@ -143,19 +143,24 @@ def write_chat(writer: GGUFWriter, tokenizer: ChatTokenizer, form: PromptFormat 
     """
     templates = templates_of(tokenizer, form)
     writer.add_chat_template([{"name": name, "template": source} for name, source in templates.items()])
+    begin, (end, *others) = tokenizer.special_id("bos"), stop_tokens(tokenizer, form)
+    writer.add_bos_token_id(end if begin is None else begin)  # without one, llama.cpp uses token 11
+    writer.add_eos_token_id(end)
+    known = [number for number in others if number < size]
+    for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), known, strict=False):
+        add(number)
+    writer.add_add_bos_token(adds_begin(tokenizer))
+
+
+def stop_tokens(tokenizer: ChatTokenizer, form: PromptFormat | None) -> list[int]:
+    """Tokens that end an answer, the usual one first, then those of the training; ModelError if there is none."""
     trained_ids = form.stop_ids if form else ()
     stops = tokenizer.stop_ids | frozenset(trained_ids)
     if not stops:
         do = "set its eos_token in tokenizer_config.json"
         raise ModelError("This model has no stop token.", where=tokenizer.folder, do=do)
-    begin = tokenizer.special_id("bos")
     end = tokenizer.end_id if tokenizer.end_id in stops else min(stops)
-    others = [number for number in dict.fromkeys((*trained_ids, *sorted(stops))) if number != end and number < size]
-    writer.add_bos_token_id(end if begin is None else begin)  # without one, llama.cpp uses token 11
-    writer.add_eos_token_id(end)
-    for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
-        add(number)
-    writer.add_add_bos_token(adds_begin(tokenizer))
+    return [end, *(number for number in dict.fromkeys((*trained_ids, *sorted(stops))) if number != end)]
 
 
 def adds_begin(tokenizer: ChatTokenizer) -> bool:

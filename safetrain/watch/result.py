@@ -6,16 +6,19 @@ The card has no rows, and no paths on this machine.
 import json
 import math
 import os
+import shlex
 import shutil
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text, printable, run_again, size_text, written_again
 from safetrain.core.lock import is_locked
-from safetrain.core.model.files import hub_id_of
+from safetrain.core.model.files import hub_id_of, license_of
 from safetrain.core.records.adapter_files import PromptFormat, adapter_method, base_of, fingerprint, read_prompt_format
 from safetrain.core.records.evaluation import (
     EXPORT_REPORT,
+    GGUF_ADAPTER,
     REPORT,
     SURE,
     Choices,
@@ -36,8 +39,12 @@ from safetrain.core.storage.files import json_object, read_result, write_text
 from safetrain.watch.progress import MEASURE, coverage_of
 from safetrain.watch.run_folder import Run
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 EXAMPLE = "data/example"  # ships with the project
 CARD = "README.md"
+CARD_TAG = "- safetrain"  # by which a card of ours is known
 SCORES = {
     TEXT: "Exact match",
     CHOICE: "Right choices",
@@ -295,25 +302,21 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
     ``adapter``: the one that the folder was made from; None: the folder itself or the run's adapter. ``base``: None for
     the adapter's own. The card has results if the run's evaluation is about this adapter.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     path, kind = folder / CARD, _kind_of(folder)
     reports = _reports(folder, kind)
-    own = _adapter_of(folder, kind, adapter, [report.adapter_fingerprint if report else "" for report in reports])
+    prints = [report.adapter_fingerprint if report else "" for report in reports.values()]
+    own = _adapter_of(folder, kind, adapter, prints)
     base, scores = base or base_of(own), run.evaluation
     if scores is not None and fingerprint(own) not in scores.adapter:
         scores = None
-    license_of_base = _license(base)
+    license_of_base = license_of(base)
     is_paired = scores is not None and scores.preference is not None
     method = run.summary.method if is_paired and run.summary is not None else adapter_method(own)
     lines = describe_evaluation(scores) if scores is not None else []
-    environment = Environment(
-        loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    text = environment.get_template("card.md").render(
+    text = _templates().get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=method,
         title=folder.resolve().name, prompts=read_prompt_format(own) or PromptFormat((), ""), scores=scores,
-        summary=run.summary, lines=lines, fused=reports[0] if kind == "mlx" else None, size_text=size_text,
+        summary=run.summary, lines=lines, reports=reports, size_text=size_text, uses=ways_to_use(folder, kind),
         quoted=json.dumps, coverage_of=coverage_of, names=SCORES,
     )  # fmt: skip
     write_text(path, text)
@@ -322,7 +325,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run) 
         other = run.evaluation is not None or run.has_stale_evaluation
         why = f"{paths.EVALUATION} is about another adapter" if other else "no evaluation yet (safetrain run)"
         remarks.append(f"the card has no results: {why}")
-    if not all(reports):
+    if not all(reports.values()):
         remarks.append("no report in the folder shows its adapter, or how much of the improvement it keeps")
     return remarks
 
@@ -356,12 +359,29 @@ def _kind_of(folder: Path) -> str:
     raise ConfigError("This folder has no model.", where=folder, expected=expected, do=do)
 
 
-def _reports(folder: Path, kind: str) -> list[ExportReport | None]:
+def ways_to_use(folder: Path, kind: str, model: Path | None = None) -> str:
+    """A command for each program that opens a model in a folder from fuse or export gguf; ``model``: only this one."""
+    files = [model] if model else [Path(name) for name in _reports(folder, kind)]
+    adapters = [file.with_name(f"{file.stem}{GGUF_ADAPTER}") for file in files]
+    models = [(file, (folder / own.name).is_file() and own) for file, own in zip(files, adapters, strict=True)]
+    return _templates().get_template("uses.txt").render(kind=kind, models=models, quoted=shlex.quote)
+
+
+def _templates() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+
+
+def _reports(folder: Path, kind: str) -> dict[str, ExportReport | None]:
     """Reports on the folder's models, None for a missing one; raises ConfigError for one that cannot be read."""
-    files = {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
+    files = {"mlx": {"THIS_FOLDER": folder / REPORT}, "peft": {"THIS_FOLDER": folder / EXPORT_REPORT}}.get(kind, {})
     if kind == "gguf":  # each file has its own
-        files = [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
-    return [read_result(path, ExportReport, AGAIN) if path.is_file() else None for path in files]
+        models = [path for path in sorted(folder.glob("*.gguf")) if not path.name.endswith(GGUF_ADAPTER)]
+        files = {path.name: path.with_name(f"{path.name}.json") for path in models}
+    return {name: read_result(path, ExportReport, AGAIN) if path.is_file() else None for name, path in files.items()}
 
 
 def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: list[str]) -> Path:
@@ -376,12 +396,3 @@ def _adapter_of(folder: Path, kind: str, adapter: Path | None, fingerprints: lis
         what = "This folder was made from another adapter."
         raise ConfigError(what, where=folder, got=str(adapter), do="name the right adapter with --adapter")
     return adapter
-
-
-def _license(base: Path) -> str:
-    """Return the licence named in the head of the base model's card; empty if there is none."""
-    path = base / CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
-    name = next((line.partition(":")[2].strip(" '\"") for line in head.splitlines() if line.startswith("license:")), "")
-    return name if name.replace("-", "").replace(".", "").isalnum() else ""

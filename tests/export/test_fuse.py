@@ -101,6 +101,7 @@ def test_a_float_fuse_is_the_tuned_model(method: str, bits: int | None, kind: di
     np.testing.assert_allclose(consumer_logits(tmp_path / "out"), expected, atol=1e-4, rtol=1e-4)
     assert read_prompt_format(tmp_path / "out") == TAUGHT
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert report.written is not None
     assert report.written.divergence < 1e-5
     assert report.kept == pytest.approx(1, abs=1e-3)
     assert read_model_files(tmp_path / "out").quantization_bits is None
@@ -137,6 +138,51 @@ def test_a_small_adapter_that_4_bits_lose_is_found_at_more(tmp_path: Path, monke
     assert {entry["bits"] for entry in entries.values() if isinstance(entry, dict)} == {8}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     consumer_logits(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("bits", "family"), [
+    (2, TINY), (3, TINY), (4, {**TINY, "attention_bias": True}), (5, TINY), (6, TINY),
+    *((4, of_family(name)) for name in ("qwen2", "gemma2", "phi3", "qwen3_moe")),
+])  # fmt: skip
+def test_a_refitted_model_keeps_more_in_the_same_bits(bits: int, family: dict[str, Any], tmp_path: Path) -> None:
+    """Fitted on other rows than those it is measured on; 16-bit scales stay 16-bit scales."""
+    base = build_model(tmp_path / "base", bits=bits, bfloat16=True, **family)
+    adapter = adapter_of(base, tmp_path / "adapter", size=0.05)
+    plain, fitted = (
+        fused(job_of(base, adapter, tmp_path / name, may_lose=1.0, fit=fit), bits)[0]
+        for name, fit in (("plain", None), ("fitted", rows(200, 7)))
+    )
+    assert plain.written is not None
+    assert fitted.written is not None
+    assert fitted.written.divergence < 0.8 * plain.written.divergence
+    assert fitted.size_bytes == plain.size_bytes
+    one, two = (load_arrays(tmp_path / name / "model.safetensors") for name in ("plain", "fitted"))
+    assert {name: (value.dtype, value.shape) for name, value in one.items()} == {
+        name: (value.dtype, value.shape) for name, value in two.items()
+    }
+    consumer_logits(tmp_path / "fitted")
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_what_other_programs_read_beside_the_weights_travels(key: str, tmp_path: Path) -> None:
+    """Named templates; and mlx-lm rotates short texts as long ones, which transformers does not unless told to."""
+    long, short = [1.0 + number / 8 for number in range(16)], [1.0] * 16
+    rotation = {
+        "type": "longrope",
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": short,
+        "long_factor": long,
+    }
+    shape = {**of_family("phi3"), key: rotation, "max_position_embeddings": 512, "original_max_position_embeddings": 64}
+    base = build_model(tmp_path / "base", **shape)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    fused(job_of(base, adapter_of(base, tmp_path / "adapter"), tmp_path / "out"), FLOAT)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in {key, "rope_scaling"}:
+        assert config[name]["short_factor"] == config[name]["long_factor"] == long
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:

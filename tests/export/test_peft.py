@@ -72,6 +72,7 @@ def test_what_is_written_is_the_adapter_to_the_last_bit(method: str, bits: int |
     adapter = adapter_of(base, tmp_path / "adapter", method, lora=lora)
     report, said = exported(base, adapter, tmp_path / "out")
     assert read_record(tmp_path / "out" / EXPORT_REPORT, ExportReport) == report
+    assert report.written is not None and report.base is not None  # noqa: PT018
     assert report.written.divergence < 1e-6 < report.base.divergence
     assert (report.written.same_answers, report.rows, report.stop_ids) == (1.0, 6, (0, 7))
     assert said[-1].endswith("passes")

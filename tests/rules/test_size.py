@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 25_320,
-    "program tokens": 195_000,
-    "program files": 126,
+    "program lines": 25_690,
+    "program tokens": 198_800,
+    "program files": 127,
     "files under 60 lines": 8,
     "dataclasses": 138,
-    "helper modules with one importer": 13,
+    "helper modules with one importer": 14,
     "keys of params.yaml": 60,
-    "test lines": 18_800,
+    "test lines": 18_930,
     "benchmark, tool and recipe lines": 7_500,
     "docs words": 26_650,
 }

@@ -66,7 +66,7 @@ def _sharpen(weights: Path) -> None:
 def build(folder: Path, name: str, **changes: Any) -> Path:
     """Write one of ``MODELS``, in float32 or as ``build_model`` is asked."""
     made, spare = MODELS[name], folder.with_name(f"{folder.name}-tokenizer")
-    spare.mkdir()
+    spare.mkdir(parents=True)
     size = write_tokenizer(spare, made.tokenizer, stripping=made.stripping)
     config = {"max_position_embeddings": 512, "vocab_size": size + 3, "eos_token_id": None, **made.config, **changes}
     model_type = config["model_type"]

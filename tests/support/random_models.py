@@ -16,7 +16,10 @@ TINY: dict[str, Any] = {  # quick to train
 }  # fmt: skip
 
 
-def build_model(folder: Path, *, bits: int | None = None, bfloat16: bool = False, seed: int = 3, **more: Any) -> Path:
+def build_model(
+    folder: Path, *, bits: int | None = None, bfloat16: bool = False, seed: int = 3, group_size: int = 64,
+    mode: Any = "affine", **more: Any,
+) -> Path:  # fmt: skip
     """Write a model with the embedded one's tokenizer and config.json, but for ``more``; ``model_type`` may be any."""
     import mlx.core as mx
     import mlx.nn as nn
@@ -30,8 +33,8 @@ def build_model(folder: Path, *, bits: int | None = None, bfloat16: bool = False
     if bfloat16:
         model.update(tree_map(lambda weight: weight.astype(mx.bfloat16), model.parameters()))
     if bits:
-        nn.quantize(model, group_size=64, bits=bits)
-        config["quantization"] = {"group_size": 64, "bits": bits}
+        nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
+        config["quantization"] = {"group_size": group_size, "bits": bits, "mode": mode}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -76,8 +76,9 @@ def test_it_says_what_was_measured(project: Path) -> None:
     for words in (
         "# fused", "https://huggingface.co/owner/Base-4bit", "better by 0.75 ± 0.25 (95 %, 9 rows)",
         "| coverage | 1,656 rows, ",
-        "| 10.0 % (5.0 to 30.0) |", "| rank | 4 |", "8 bits, 2.0 MiB, keeps 99.1 %",
-        "| this folder | 0.5100 | 95 of 100 |", "same system prompt", '`"<think>"`',
+        "| 10.0 % (5.0 to 30.0) |", "| rank | 4 |",
+        "| THIS_FOLDER (8 bits) | 2.0 MiB | 99.1 % | 0.0100 | 95 of 100 rows | 0.5100 |",
+        "same system prompt", '`"<think>"`',
         "Forgetting: general text loss +0.10 ± 0.02 nats per token",
     ):  # fmt: skip
         assert words in text, words

@@ -80,9 +80,12 @@ def load_training_rows(base: Path, max_examples: int | None, method: str = "lora
     return TrainingRows(rows, valid.rows, train.digest, valid.digest, form, len(valid.rows), bits)
 
 
-def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
-    """Load the validation rows for ``base``, truncated as in training; raises ConfigError, DataError."""
-    return _sampled(open_split("valid", base).rows.cut(max_seq_length), MOST_VALID_TOKENS)
+def load_sample(split: str, base: Path, max_seq_length: int, tokens: int = MOST_VALID_TOKENS) -> TokenRows:
+    """Load rows of a split for ``base``, truncated as in training: all, or evenly spaced ones of about ``tokens``.
+
+    Raises ConfigError, DataError.
+    """
+    return _sampled(open_split(split, base).rows.cut(max_seq_length), tokens)
 
 
 def _sampled(valid: TokenRows, tokens: int) -> TokenRows:

@@ -374,6 +374,15 @@ def tokenizer_hash(folder: Path) -> str:
     return state.hexdigest()
 
 
+def license_of(base: Path) -> str:
+    """Return the licence named in the head of the base model's card; empty if there is none."""
+    path = base / "README.md"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
+    name = next((line.partition(":")[2].strip(" '\"") for line in head.splitlines() if line.startswith("license:")), "")
+    return name if name.replace("-", "").replace(".", "").isalnum() else ""
+
+
 def hub_id_of(folder: Path) -> str:
     """The Hub ID of a folder that safetrain fetched; empty for any other folder."""
     path = folder / SOURCE

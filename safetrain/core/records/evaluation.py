@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from safetrain.core.records.schema import TEXT
 
 REPORT, EXPORT_REPORT = "fuse_report.json", "export_report.json"  # written by fuse; by the export to PEFT
+GGUF_ADAPTER = "-adapter.gguf"  # end of the name of an adapter beside its base
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 SURE = 0.9  # probability from which on an option is called sure
 
@@ -157,17 +158,20 @@ class Likeness:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """fuse_report.json, export_report.json or OUT.gguf.json: the written model, loaded again and compared."""
+    """fuse_report.json, export_report.json or OUT.gguf.json: the written model, loaded again and compared.
 
-    type: str  # of the changed weights: 8 bits, float, q8_0, peft
+    An exact export is compared number by number instead: it has no rows and no likenesses.
+    """
+
+    type: str  # of the changed weights: exact, 8 bits, float, q8_0, peft
     size_bytes: int
     base_model: str
     base_fingerprint: str
     adapter_fingerprint: str
     rows: int
     labels: int
-    base: Likeness
-    tuned: Likeness
-    written: Likeness
+    base: Likeness | None
+    tuned: Likeness | None
+    written: Likeness | None
     kept: float  # share of the improvement
     stop_ids: tuple[int, ...]  # tokens that end an answer after training

@@ -1,4 +1,4 @@
-"""Faster versions of operations that are slow in mlx on a CPU (benchmarks/bench_cpu.py, bench_ops.py).
+"""Faster versions of operations that are slow in mlx on a CPU (benchmarks/bench_cpu.py).
 
 ``mx.exp`` and ``mx.softmax`` are three times as slow as ``mx.power(2, x)``: SwiGLU and cross-entropy use powers of
 two, in float32, with explicit gradients (attention: engine/row_attention.py). ``mx.quantized_matmul`` is forty times

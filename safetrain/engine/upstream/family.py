@@ -162,6 +162,13 @@ def with_text_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
     return {**config, TEXT: {**config[TEXT], **keys}} if config.get(TEXT) else {**config, **keys}
 
 
+def as_computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json from which other programs compute what mlx-lm does: it takes the long factors for short texts too."""
+    text = text_part(config)
+    long = {key: text[key] for key in (SCALING, PARAMETERS) if "long_factor" in (text.get(key) or {})}
+    return with_text_keys(config, {key: {**own, "short_factor": own["long_factor"]} for key, own in long.items()})
+
+
 def with_part(config: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with one of its ``parts_of`` replaced, under the same keys as now."""
     given = text_part(config).get(PARAMETERS)

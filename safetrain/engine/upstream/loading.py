@@ -33,14 +33,22 @@ from mlx_lm.utils import (
 )
 
 from safetrain.core.errors import EngineError, ModelError
-from safetrain.core.model.files import EMBEDDING, OTHER_PART, read_model_files
+from safetrain.core.model.files import EMBEDDING, OTHER_PART, TEMPLATES, read_model_files
 from safetrain.core.model.shapes import UNQUANTIZED, quantization_of
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import json_object, write_folder, write_json
 from safetrain.engine.backend import device
 from safetrain.engine.cpu.kernels import PER_USE, dequantizing_twice
 from safetrain.engine.layers import Dropout, Randomness, change_classes, dequantized
-from safetrain.engine.upstream.family import PARAMETERS, TEXT, build, text_part, unread_setting, with_older_keys
+from safetrain.engine.upstream.family import (
+    PARAMETERS,
+    TEXT,
+    as_computed,
+    build,
+    text_part,
+    unread_setting,
+    with_older_keys,
+)
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 OWN_WEIGHTS = "use the config.json that belongs to the weights, or fetch the model again: safetrain fetch HUB_ID"
@@ -195,7 +203,7 @@ def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
 def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
     """Write config.json of ``module``; "quantization" in ``config`` says how each layer is stored."""
     keeps_vision = "vision_tower" in getattr(module, "model", {})
-    save_config(dict(config), folder / "config.json", keep_vision_config=keeps_vision)
+    save_config(as_computed(config), folder / "config.json", keep_vision_config=keeps_vision)
 
 
 def copy_beside(source: Path, folder: Path, stop_ids: Sequence[int]) -> None:
@@ -204,6 +212,9 @@ def copy_beside(source: Path, folder: Path, stop_ids: Sequence[int]) -> None:
         is_usual = any(map(file.match, (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*")))
         if file.is_file() and is_usual and not any(map(file.match, OWN_FILES)):
             shutil.copyfile(file, folder / file.name)
+    for file in source.glob(TEMPLATES):  # named ones
+        (folder / file.parent.name).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / file.parent.name / file.name)
     if not stop_ids:
         return
     settings = json_object(source / GENERATION)
