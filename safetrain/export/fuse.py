@@ -14,6 +14,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.system import host_room_bytes, read_memory
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import CHAT_FILE, lora_number, read_prompt_format
 from safetrain.core.records.evaluation import REPORT, ExportReport
@@ -23,7 +25,7 @@ from safetrain.engine.layers import ALL, dequantized
 from safetrain.engine.upstream.loading import copy_beside, errors_told, load, write_config
 from safetrain.engine.weight_files import adapter_arrays, bytes_of, save_shards
 from safetrain.export.comparison import ExportComparison, ExportJob, require_memory
-from safetrain.export.refit import refitted
+from safetrain.export.refit import refit_bytes, refitted
 
 MORE_BITS = 8  # if the base's own bits lose too much
 Plan = dict[str, dict[str, Any] | None]  # group_size, bits and mode of each layer, by its path; None: float
@@ -48,7 +50,7 @@ def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = 
         for each in order:
             shutil.rmtree(folder)
             name = "float" if each == FLOAT else f"{each or own} bits"
-            size = write_fused(job, each, folder)
+            size = write_fused(job, each, folder, say)
             do = "close other programs, or keep base and adapter separate"
             require_memory(size, f"the fused model ({name})", do)
             set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
@@ -66,15 +68,18 @@ def fuse_adapter(job: ExportJob, say: Callable[[str], None], bits: int | None = 
     return reports[0]
 
 
-def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
+def write_fused(job: ExportJob, bits: int | None, folder: Path, say: Callable[[str], None]) -> int:
     """Write a fused model into a new ``folder``; returns the size of its weights, in bytes."""
     module, config, changes = open_to_merge(job.base, job.adapter)
     plan = plan_of(module, changes, bits)
     arrays = merged(module, changes, plan)
     size = bytes_of(arrays)
-    arrays |= _refitted(job, module, changes, plan)
     do = "free some space, or choose a folder on another disk"
     require_room(job.out.parent, size, "There is too little disk space for the fused model.", do)
+    try:
+        arrays |= _refitted(job, module, changes, plan)
+    except ModelError as error:  # the rounded model is measured like any other
+        say(f"Weights are rounded, not refitted: {error.what.rpartition(': ')[2].removesuffix('.')}")
     folder.mkdir()
     write_config(module, quantization_in(config, plan), folder)
     form = read_prompt_format(job.adapter)
@@ -87,7 +92,10 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path) -> int:
 
 
 def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> dict[str, mx.array]:
-    """Arrays of the changed layers of less than 8 bits, refitted; none without rows to fit them on."""
+    """Arrays of the changed layers of less than 8 bits, refitted; none without rows to fit them on.
+
+    Raises ModelError if memory is too small, or the model's blocks cannot be computed one by one.
+    """
     layers, arrays = dict(module.named_modules()), dict[str, mx.array]()
     few = {
         path: (stored, layers[path].scales.dtype)
@@ -95,6 +103,8 @@ def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> di
         if stored and stored["bits"] < MORE_BITS and path in changes.paths and layers[path].weight.ndim == 2
     }
     if few and job.fit is not None:
+        if (needed := refit_bytes(module, few)) > host_room_bytes(read_memory()):
+            raise ModelError(f"that needs {size_text(needed)} of memory")
         for path, parts in refitted(job.base, job.adapter, changes.merged, few, job.fit, job.most_tokens):
             arrays |= {
                 f"{path}.{kind}": part for kind, part in zip(("weight", "scales", "biases"), parts, strict=False)

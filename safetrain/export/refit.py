@@ -10,6 +10,7 @@ Both models stay on disk, and one block of each is in memory at a time.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.batches import Shard, in_order, layout_for
-from safetrain.engine.layers import give
+from safetrain.engine.layers import give, inputs_of
 from safetrain.engine.loss import through
 from safetrain.engine.model import OUTSIDE, BaseModel, Call, open_base
 from safetrain.engine.weight_files import apply_adapter
 
 DAMPING = 0.01  # of the mean square of a layer's inputs: keeps weights that few tokens use where they are
+COPIES, MODELS = 8, 4  # of a layer's sums, (inputs, inputs); of a block's weights
 TOGETHER = 128  # columns that are rounded before the others hear of their errors
 Stored = tuple[dict[str, Any], Any]  # how mlx quantizes a layer; the type of its scales and biases
 WeightOf = Callable[[str, mx.array], mx.array]
@@ -69,6 +72,14 @@ class Walk:
             mx.eval(output)
             self.states[place] = output
         self.heard.clear()
+
+
+def refit_bytes(module: Any, names: Iterable[str]) -> int:
+    """Most memory that refitting layers of a model takes, in bytes (measured: a 0.5B shape, within a fifth)."""
+    sizes = {name: (len(part.weight), inputs_of(part)) for name, part in module.named_modules() if "weight" in part}
+    block = sum(math.prod(sizes[name]) for name in names) // len(module.layers)
+    widest = max(sizes[name][1] for name in names)
+    return FLOAT32 * max(2 * max(map(math.prod, sizes.values())), COPIES * widest**2 + MODELS * block)
 
 
 def refitted(

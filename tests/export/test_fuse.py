@@ -1,6 +1,7 @@
 """An adapter folded into its base: the same numbers in float, and in fewer bits only what was measured to hold."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,7 @@ def test_a_small_adapter_that_4_bits_lose_is_found_at_more(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("bits", "family"), [
-    (2, TINY), (3, TINY), (4, {**TINY, "attention_bias": True}), (5, TINY), (6, TINY),
-    *((4, of_family(name)) for name in ("qwen2", "gemma2", "phi3", "qwen3_moe")),
+    (3, TINY), (4, {**TINY, "attention_bias": True}), (6, TINY), (4, of_family("gemma2")), (4, of_family("qwen3_moe")),
 ])  # fmt: skip
 def test_a_refitted_model_keeps_more_in_the_same_bits(bits: int, family: dict[str, Any], tmp_path: Path) -> None:
     """Fitted on other rows than those it is measured on; 16-bit scales stay 16-bit scales."""
@@ -161,6 +161,15 @@ def test_a_refitted_model_keeps_more_in_the_same_bits(bits: int, family: dict[st
         name: (value.dtype, value.shape) for name, value in two.items()
     }
     consumer_logits(tmp_path / "fitted")
+
+
+def test_without_the_memory_to_refit_it_rounds_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.export.refit.COPIES", 2**40)
+    base = build_model(tmp_path / "base", bits=4, **TINY)
+    adapter = adapter_of(base, tmp_path / "adapter")
+    report, said = fused(job_of(base, adapter, tmp_path / "out", may_lose=1.0, fit=rows(20, 7)), 4)
+    assert re.search(r"rounded, not refitted: that needs [\d,.]+ [A-Z]iB of memory$", said[-2])
+    assert report.type == "4 bits"
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -196,7 +205,7 @@ def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    fusing.write_fused(job, None, tmp_path / "candidate")
+    fusing.write_fused(job, None, tmp_path / "candidate", print)
     assert mx.get_peak_memory() - before < files.static_bytes + 6 * 2**22  # the shard, and a few slices
     assert mx.get_peak_memory() - before < 4 * files.parameters
 
