@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import counted, print_text, size_text
+from safetrain.core.records.evaluation import GGUF_ADAPTER
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_result, require_new
 
@@ -92,13 +93,15 @@ def fuse(
 
 
 def _write_card(folder: Path, job: "ExportJob", kind: str, model: Path) -> None:
-    """Print how to use a written model, and write its card, unless the folder has one that is not of an export."""
-    from safetrain.watch.result import CARD, CARD_TAG, ways_to_use, write_card
+    """Print how to use a written model, and write a card, unless the folder has one or is the project's."""
+    from safetrain.watch.result import CARD, ways_to_use, write_card
     from safetrain.watch.run_folder import read_run
 
     print_text(ways_to_use(folder, kind, model).rstrip())
-    path = folder / CARD
-    if folder.resolve() == Path.cwd() or (path.exists() and CARD_TAG not in path.read_text(encoding="utf-8")):
+    if folder.resolve() == Path.cwd():
+        return
+    if (folder / CARD).exists():
+        print_text(f"{folder / CARD} is kept as it is")
         return
     try:
         remarks = write_card(folder, job.adapter, job.base, read_run())
@@ -188,13 +191,18 @@ def export_gguf(
     from safetrain.watch.progress import still_working
 
     if out.suffix != ".gguf":
-        raise ConfigError("The file's name does not end with .gguf.", where=out, do=f"name it {out}.gguf")
+        raise ConfigError(
+            "The file's name does not end with .gguf.", where=out, do=f"name it {out.with_suffix('.gguf')}"
+        )
+    if out.name.endswith(GGUF_ADAPTER):
+        raise ConfigError(f"Names with {GGUF_ADAPTER} are those of adapters.", where=out, do="choose another name")
     job = _export_job(out, adapter, model, may_lose)
     from safetrain.export.gguf_export import export_gguf
 
     with still_working(f"writing {out}"):
         report = export_gguf(job, (kind or GgufType.Q8_0).value if fused or kind else None, print_text)
-    print_text(f"{out} is written: {report.type}, {size_text(report.size_bytes)}")
+    what = f"{report.type}, keeps {100 * report.kept:.1f} % of the improvement" if report.rows else report.type
+    print_text(f"{out}{'' if report.rows else ' and its adapter'}: {size_text(report.size_bytes)}, {what}")
     _write_card(out.parent, job, "gguf", out)
 
 

@@ -91,11 +91,13 @@ def test_gguf_files_say_how_they_are_used(tuned: Callable[[int], Path]) -> None:
         invoke("export", "gguf", "out")
     told = invoke("export", "gguf", "out.gguf")
     pair = "llama-cli -m out.gguf --lora out-adapter.gguf"
-    for said in ("out.gguf is written: exact", pair, "ollama create mine -f out.Modelfile", "needs one file"):
+    for said in ("out.gguf and its adapter: ", pair, "ollama create out -f out.Modelfile", "loads no adapter"):
         assert said in told
     assert not Path("README.md").exists(), "a project's own"
+    with pytest.raises(ConfigError, match=r"those of adapters"):
+        invoke("export", "gguf", "two-adapter.gguf")
     told = invoke("export", "gguf", "one/mine.gguf", "--fused")
-    for said in ("on 9 validation rows", "mine.gguf is written: q8_0", "lms import one/mine.gguf --copy", "model card"):
+    for said in ("on 9 validation rows", "mine.gguf: ", "lms import one/mine.gguf --copy", "model card"):
         assert said in told
     assert "| mine.gguf (q8_0) |" in Path("one/README.md").read_text()
 

@@ -98,7 +98,7 @@ def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> di
     """
     layers, arrays = dict(module.named_modules()), dict[str, mx.array]()
     few = {
-        path: (stored, layers[path].scales.dtype)
+        path: (stored, dequantized(layers[path], slice(0, 1)).dtype)
         for path, stored in plan.items()
         if stored and stored["bits"] < MORE_BITS and path in changes.paths and layers[path].weight.ndim == 2
     }

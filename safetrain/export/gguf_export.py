@@ -5,12 +5,13 @@ and read one at a time.
 """
 
 import gc
+import itertools
 import json
 import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from safetrain.export.gguf_weights import (
     encoded,
     exact_kind,
     parts_of,
+    rounds,
     text_model,
 )
 
@@ -65,13 +67,15 @@ ROTATIONS = {"llama": ("llama3",), "phi3": LONG}  # rotary scalings, besides def
 DEFAULT_CONTEXT = 8192  # for gemma2, whose settings in mlx-lm have none
 STRIPPING = "phi-3"  # if it is in a model's name, llama.cpp drops white space after special tokens
 
-EXACT = "exact"  # the type of an export in which no number of the base or the adapter is changed
+# Types of an export of base and adapter
+EXACT, ROUNDED = "exact", "rounded to 16 bits where GGUF has no smaller type"
 FLOAT_BYTES, READ_BYTES = 2, 1.25  # of a weight that is read back: in 16 bits; in 8 bits with scales and biases
 LEAST_CONTEXT = 4096  # tokens that Ollama makes room for, if the model can read as many
 QUANTIZER = "llama-quantize"  # llama.cpp's program, for types that are not in KINDS
 NAMED = 3  # matrices in a line
 LAST_WORDS = 400  # characters of its output, if it fails
 DO_ROOM = "free some space, choose a folder on another disk, or write one file of fewer bits: --type q4_0"
+Begun = tuple[gguf.GGUFWriter, list[GgufPart], dict[str, np.ndarray]]  # metadata, weights, and tensors before them
 Info = tuple[str, tuple[int, ...], int, Kind]  # a tensor's name, shape and bytes in the file, and its type
 
 
@@ -95,8 +99,8 @@ def export_gguf(job: ExportJob, kind: str | None, say: Callable[[str], None]) ->
     support the model or adapter, or one file loses too much of the improvement, DiskFullError, and MachineError if
     memory is too small to measure it.
     """
-    adapter = adapter_of(job.out) if kind is None else None
-    for path in filter(None, (job.out, report_of(job.out), adapter, modelfile_of(job.out))):
+    names = [report_of(job.out), modelfile_of(job.out), *([adapter_of(job.out)] if kind is None else []), job.out]
+    for path in names:
         require_new(path, "choose another name, or remove it")
     if kind not in (None, *KINDS) and shutil.which(QUANTIZER) is None:
         raise ConfigError(
@@ -104,74 +108,74 @@ def export_gguf(job: ExportJob, kind: str | None, say: Callable[[str], None]) ->
             do="install it: brew install llama.cpp (or build github.com/ggml-org/llama.cpp); or choose --type q8_0 or "
             "q4_0, which safetrain writes itself",
         )
-    parent, reports = job.out.parent.resolve(), list[ExportReport]()
+    parent = job.out.parent.resolve()
+    parent.mkdir(parents=True, exist_ok=True)
+    with (
+        full_disk_named("The disk is full; nothing was written.", parent, "free some space"),
+        tempfile.TemporaryDirectory(dir=parent, prefix=".gguf-") as scratch,
+    ):
+        path = Path(scratch) / job.out.name
+        report = _pair(job, path, say) if kind is None else _merged(job, kind, path, say)
+        write_record(report_of(path), report)
+        write_text(modelfile_of(path), _modelfile(job, has_adapter=kind is None))
+        for name in names:
+            write_atomic(name, (path.parent / name.name).replace)
+    return report
 
-    def write(path: Path) -> None:
-        reports.append(_exact(job, path, say) if kind is None else _merged(job, kind, path, say))
-        write_record(report_of(job.out), reports[0])
-        write_text(modelfile_of(job.out), _modelfile(job, adapter))
 
-    with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
-        write_atomic(job.out, write)
-    return reports[0]
-
-
-def _exact(job: ExportJob, path: Path, say: Callable[[str], None]) -> ExportReport:
-    """Write the base to ``path`` and the adapter beside ``job.out``, without rounding a number."""
+def _pair(job: ExportJob, path: Path, say: Callable[[str], None]) -> ExportReport:
+    """Write the base to ``path`` and the adapter beside it."""
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
     module, _, changes = open_to_merge(job.base, job.adapter)
-    writer, parts, divisors = _begun(job, module, files)
-    pairs = adapter_pairs(changes.arrays, parts, job.adapter)
+    begun = _begun(job, module, files)
+    pairs = adapter_pairs(changes.arrays, begun[1], job.adapter)
     layers = dict(module.named_modules())
-    kinds = [exact_kind(part, layers[part.path]) for part in parts]
+    kinds = [exact_kind(part, layers[part.path]) for part in begun[1]]
+    rounded = [part.path for part, kind in zip(begun[1], kinds, strict=True) if rounds(layers[part.path], kind)]
     del module, layers  # with the scales that were read
     mx.clear_cache()
-    _write(writer, path, divisors, parts, kinds, load(job.base)[0], None)
-    writer = gguf.GGUFWriter(None, writer.arch)
+    _write_model(begun, path, kinds, load(job.base)[0], None)
+    _write_adapter(begun[0].arch, pairs, lora_number(job.adapter, "scale"), adapter_of(path))
+    counts = Counter(kind.name for part, kind in zip(begun[1], kinds, strict=True) if len(part.shape) > 1)
+    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    sizes = [size_text(each.stat().st_size) for each in (path, adapter_of(path))]
+    same = (
+        f"{len(rounded)} of {sum(counts.values())} matrices rounded to 16 bits"
+        if rounded
+        else "every weight equal to the original"
+    )
+    say(f"{path.name}: {sizes[0]}, the base, {same} ({types})")
+    say(f"{adapter_of(path).name}: {sizes[1]}, the adapter in float32, as trained")
+    if files.quantization_bits is not None and not set(counts) <= {kind.name for kind in REPACKED}:
+        larger = [
+            part.path
+            for part, kind in zip(begun[1], kinds, strict=True)
+            if len(part.shape) > 1 and kind not in REPACKED
+        ]
+        more = f" and {len(larger) - NAMED} more" if len(larger) > NAMED else ""
+        say(f"No smaller GGUF type holds these matrices: {', '.join(larger[:NAMED])}{more}.")
+        say("For a smaller file with a measured loss: add --fused")
+    form, size = read_prompt_format(job.adapter), sum(each.stat().st_size for each in (path, adapter_of(path)))
+    return ExportReport(
+        ROUNDED if rounded else EXACT, size, str(job.base), files.fingerprint, fingerprint(job.adapter), 0, 0,
+        None, None, None, 1.0, form.stop_ids if form else (),
+    )  # fmt: skip
+
+
+def _write_adapter(architecture: str, pairs: Mapping[str, tuple[mx.array, mx.array]], scale: float, path: Path) -> None:
+    writer = gguf.GGUFWriter(None, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(
-        gguf.Keys.Adapter.LORA_ALPHA, lora_number(job.adapter, "scale") * len(next(iter(pairs.values()))[0])
-    )
-    for name, pair in pairs.items():
-        for letter, values in zip("ab", pair, strict=True):
-            writer.add_tensor(f"{name}.lora_{letter}", np.array(values))
-
-    def write(adapter: Path) -> None:
-        writer.write_header_to_file(adapter)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-    write_atomic(adapter_of(job.out), write)
-    _describe(job, path, parts, kinds, say)
-    form, base = read_prompt_format(job.adapter), str(job.base)
-    size = path.stat().st_size + adapter_of(job.out).stat().st_size
-    stops = form.stop_ids if form else ()
-    return ExportReport(
-        EXACT, size, base, files.fingerprint, fingerprint(job.adapter), 0, 0, None, None, None, 1.0, stops
-    )
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale * len(next(iter(pairs.values()))[0]))
+    arrays = {
+        f"{name}.lora_{letter}": each for name, pair in pairs.items() for letter, each in zip("ab", pair, strict=True)
+    }
+    infos = [(name, tuple(each.shape), each.nbytes, Kind.F32) for name, each in arrays.items()]
+    _write(writer, path, infos, ([np.array(each)] for each in arrays.values()))
 
 
-def _describe(
-    job: ExportJob, path: Path, parts: Sequence[GgufPart], kinds: Sequence[Kind], say: Callable[[str], None]
-) -> None:
-    matrices = [(part, kind) for part, kind in zip(parts, kinds, strict=True) if len(part.shape) > 1]
-    counts = Counter(kind.name for _, kind in matrices)
-    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    adapter = adapter_of(job.out)
-    say(f"{job.out.name}: {size_text(path.stat().st_size)}, the base, every weight equal to the original ({types})")
-    say(f"{adapter.name}: {size_text(adapter.stat().st_size)}, the adapter in float32, as trained")
-    quantized = read_model_files(job.base).quantization_bits is not None
-    larger = [part.path for part, kind in matrices if kind not in REPACKED]
-    if quantized and larger:
-        more = f" and {len(larger) - NAMED} more" if len(larger) > NAMED else ""
-        say(f"No smaller GGUF type holds these matrices exactly: {', '.join(larger[:NAMED])}{more}.")
-        say("For a smaller file with a measured loss: add --fused")
-
-
-def _begun(job: ExportJob, module: Any, files: ModelFiles) -> tuple[Any, list[GgufPart], dict[str, np.ndarray]]:
+def _begun(job: ExportJob, module: Any, files: ModelFiles) -> Begun:
     """A writer with all metadata, the weights to write, and extra tensors to write before them."""
     architecture = architecture_of(files.model_type, job.base)
     parts, writer = parts_of(module, architecture), gguf.GGUFWriter(None, architecture)
@@ -185,7 +189,7 @@ def _merged(job: ExportJob, kind: str, path: Path, say: Callable[[str], None]) -
     files, stored = read_model_files(job.base), KINDS.get(kind, Kind.F16)
     architecture_of(files.model_type, job.base)
     module, config, changes = open_to_merge(job.base, job.adapter)
-    writer, parts, divisors = _begun(job, module, files)
+    begun = writer, parts, _ = _begun(job, module, files)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{stored.name}"])
     kinds = [part.stored_as(stored) for part in parts]
     weights = sum(part.shape[0] * (part.shape[-1] if len(part.shape) > 1 else 1) for part in parts)
@@ -193,12 +197,11 @@ def _merged(job: ExportJob, kind: str, path: Path, say: Callable[[str], None]) -
     do = "close other programs, choose --type q8_0 or fewer bits, or export on a larger machine"
     require_memory(size, "the GGUF file", do)
     comparison = ExportComparison(job, files, say)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
-        unquantized = path if kind in KINDS else Path(scratch) / path.name
-        _write(writer, unquantized, divisors, parts, kinds, module, changes)
-        if unquantized != path:
-            _quantize(unquantized, path, kind)
-    del module, changes, writer
+    unquantized = path if kind in KINDS else path.with_name(f"f16-{path.name}")
+    _write_model(begun, unquantized, kinds, module, changes)
+    if unquantized != path:
+        _quantize(unquantized, path, kind)
+    del module, changes, writer, begun
     gc.collect()
     set_limits(job.mlx_limit_bytes + max(0, size - files.static_bytes))
     with errors_told("open the written model", path):
@@ -221,35 +224,42 @@ def _write_texts(writer: gguf.GGUFWriter, job: ExportJob, size: int) -> None:
     write_chat(writer, tokenizer, read_prompt_format(job.adapter), size)
 
 
-def _write(
-    writer: gguf.GGUFWriter, path: Path, divisors: dict[str, np.ndarray], parts: Sequence[GgufPart],
-    kinds: Sequence[Kind], module: Any, changes: Changes | None,
-) -> None:  # fmt: skip
-    """Write a file. Each weight is removed from ``module`` after it is written, which frees its memory."""
-    infos: list[Info] = [(name, values.shape, values.nbytes, Kind.F32) for name, values in divisors.items()]
-    infos += [(part.name, part.shape, part.bytes_as(kind), kind) for part, kind in zip(parts, kinds, strict=True)]
+def _write(writer: gguf.GGUFWriter, path: Path, infos: Sequence[Info], data: Iterable[Iterable[np.ndarray]]) -> None:
+    """Write a file; ``data`` has the bytes of each tensor of ``infos``, in pieces."""
     disk = sum(size for _, _, size, _ in infos)
     require_room(path.parent, disk, "There is too little disk space for the GGUF file.", DO_ROOM)
     for name, shape, size, kind in infos:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, kind)
-    layers = dict(module.named_modules())
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         file: Any = next(iter(writer.fout or ()))
-        for values in divisors.values():
-            writer.write_tensor_data(values)
         writer.write_padding(file, file.tell())
-        for part, kind in zip(parts, kinds, strict=True):
-            for rows in encoded(part, layers[part.path], changes, kind):
-                rows.tofile(file)
-                mx.clear_cache()
+        for pieces in data:
+            for values in pieces:
+                file.write(np.ascontiguousarray(values).data)
             writer.write_padding(file, file.tell())
-            for name in ("weight", "scales", "biases") if part.kind == "weight" else ("bias",):
-                layers[part.path].pop(name, None)
     finally:
         writer.close()
+
+
+def _write_model(begun: Begun, path: Path, kinds: Sequence[Kind], module: Any, changes: Changes | None) -> None:
+    """Write a model's weights. Each is removed from ``module`` after it is written, which frees its memory."""
+    writer, parts, divisors = begun
+    layers = dict(module.named_modules())
+    infos: list[Info] = [(name, values.shape, values.nbytes, Kind.F32) for name, values in divisors.items()]
+    infos += [(part.name, part.shape, part.bytes_as(kind), kind) for part, kind in zip(parts, kinds, strict=True)]
+
+    def pieces(part: GgufPart, kind: Kind) -> Iterator[np.ndarray]:
+        for rows in encoded(part, layers[part.path], changes, kind):
+            yield rows
+            mx.clear_cache()
+        for name in ("weight", "scales", "biases") if part.kind == "weight" else ("bias",):
+            layers[part.path].pop(name, None)
+
+    weights = (pieces(part, kind) for part, kind in zip(parts, kinds, strict=True))
+    _write(writer, path, infos, itertools.chain(([values] for values in divisors.values()), weights))
 
 
 def _quantize(source: Path, target: Path, kind: str) -> None:
@@ -262,13 +272,13 @@ def _quantize(source: Path, target: Path, kind: str) -> None:
         raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {process.returncode}", do=do)
 
 
-def _modelfile(job: ExportJob, adapter: Path | None) -> str:
+def _modelfile(job: ExportJob, *, has_adapter: bool) -> str:
     """What ``ollama create`` reads: the files, the texts that end an answer, and room for the context."""
     tokenizer = ChatTokenizer(job.base)
     stops = stop_tokens(tokenizer, read_prompt_format(job.adapter))
     wanted = max(LEAST_CONTEXT, int(job.rows.lengths.max()))
     context = min(wanted, text_part(json_object(job.base / "config.json")).get("max_position_embeddings") or wanted)
-    lines = [f"FROM ./{job.out.name}", f"ADAPTER ./{adapter.name}" if adapter else ""]
+    lines = [f"FROM ./{job.out.name}", f"ADAPTER ./{adapter_of(job.out).name}" if has_adapter else ""]
     lines += [f"PARAMETER stop {json.dumps(tokenizer.token_of(stop), ensure_ascii=False)}" for stop in stops]
     return "\n".join(filter(None, [*lines, f"PARAMETER num_ctx {context}"])) + "\n"
 

@@ -91,16 +91,20 @@ def parts_of(module: Any, architecture: str) -> list[GgufPart]:
 
 
 def exact_kind(part: GgufPart, layer: Any) -> Kind:
-    """The smallest type that holds a weight of the base as it is."""
+    """The smallest type that holds a weight of the base as it is, else one of 16 bits."""
     if len(part.shape) == 1:
         return Kind.F32
-    if "scales" in layer:
-        mode = getattr(layer, "mode", "affine")
-        if mode == "mxfp4":
-            return Kind.MXFP4
-        if mode == "affine" and layer.bits <= HIGH_BIT + 1 and all(map(_fits_float16, (layer.scales, layer.biases))):
-            return Kind.Q4_1 if layer.bits <= HIGH_BIT else Kind.Q5_1
-    return AS_STORED[dequantized(layer, slice(0, 1)).dtype]
+    kind, mode = AS_STORED[dequantized(layer, slice(0, 1)).dtype], getattr(layer, "mode", "affine")
+    if "scales" not in layer or mode != "affine":
+        return Kind.MXFP4 if "scales" in layer and mode == "mxfp4" else kind
+    if not all(map(_fits_float16, (layer.scales, layer.biases))):
+        return kind
+    return Kind.F16 if layer.bits > HIGH_BIT + 1 else Kind.Q5_1 if layer.bits > HIGH_BIT else Kind.Q4_1
+
+
+def rounds(layer: Any, kind: Kind) -> bool:
+    """Whether a type changes a quantized weight: the product of a 16-bit scale has more digits than 16 bits hold."""
+    return "scales" in layer and getattr(layer, "mode", "affine") == "affine" and kind in (Kind.F16, Kind.BF16)
 
 
 def _fits_float16(values: mx.array) -> bool:
@@ -123,19 +127,20 @@ def encoded(part: GgufPart, layer: Any, changes: Changes | None, kind: Kind) -> 
             with np.errstate(over="ignore"):  # the measured loss is then not a number
                 data = np.ascontiguousarray(gguf.quants.quantize(values, kind)).view(np.uint8)
         data = data.reshape(len(values), -1)
-        if changes is None and not np.array_equal(gguf.quants.dequantize(data, kind), values, equal_nan=True):
+        is_exact = changes is None and not rounds(layer, kind)
+        if is_exact and not np.array_equal(gguf.quants.dequantize(data, kind), values, equal_nan=True):
             raise ModelError(f"{kind.name} cannot hold {part.path} of the base as it is.", do=KEEP_MLX)
         yield data
 
 
 def _values(part: GgufPart, layer: Any, changes: Changes | None, rows: Any, kind: Kind) -> np.ndarray:
-    """Some rows of a weight in float32, as mlx computes them; in a type of REPACKED without rounding to 16 bits."""
+    """Some rows of a weight in float32, as mlx's quantized products have them, not rounded to 16 bits."""
     if len(part.shape) == 1:
         own = layer[part.kind] if changes is None else changes.values.get(f"{part.path}.{part.kind}", layer[part.kind])
         weight = own[rows]
     elif changes is not None:
         weight = changes.merged(part.path, dequantized(layer, rows), rows)
-    elif kind in REPACKED and kind != Kind.MXFP4:
+    elif "scales" in layer and getattr(layer, "mode", "affine") == "affine":
         scales, biases = (layer[name][rows].astype(mx.float32) for name in ("scales", "biases"))
         weight = mx.dequantize(layer.weight[rows], scales, biases, layer.group_size, layer.bits)
     else:

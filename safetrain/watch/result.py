@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "data/example"  # ships with the project
 CARD = "README.md"
-CARD_TAG = "- safetrain"  # by which a card of ours is known
 SCORES = {
     TEXT: "Exact match",
     CHOICE: "Right choices",
@@ -361,9 +360,10 @@ def _kind_of(folder: Path) -> str:
 
 def ways_to_use(folder: Path, kind: str, model: Path | None = None) -> str:
     """A command for each program that opens a model in a folder from fuse or export gguf; ``model``: only this one."""
-    files = [model] if model else [Path(name) for name in _reports(folder, kind)]
-    adapters = [file.with_name(f"{file.stem}{GGUF_ADAPTER}") for file in files]
-    models = [(file, (folder / own.name).is_file() and own) for file, own in zip(files, adapters, strict=True)]
+    reports = _reports(folder, kind)
+    pairs = {name for name, report in reports.items() if report and not report.rows}
+    files = [model] if model else map(Path, reports)
+    models = [(file, file.name in pairs and file.with_name(f"{file.stem}{GGUF_ADAPTER}")) for file in files]
     return _templates().get_template("uses.txt").render(kind=kind, models=models, quoted=shlex.quote)
 
 

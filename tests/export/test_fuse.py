@@ -142,11 +142,13 @@ def test_a_small_adapter_that_4_bits_lose_is_found_at_more(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("bits", "family"), [
-    (3, TINY), (4, {**TINY, "attention_bias": True}), (6, TINY), (4, of_family("gemma2")), (4, of_family("qwen3_moe")),
+    (3, TINY), (4, {**TINY, "attention_bias": True}), (6, {**TINY, "mode": "mxfp4"}),
+    (4, of_family("gemma2")), (4, of_family("qwen3_moe")),
 ])  # fmt: skip
 def test_a_refitted_model_keeps_more_in_the_same_bits(bits: int, family: dict[str, Any], tmp_path: Path) -> None:
     """Fitted on other rows than those it is measured on; 16-bit scales stay 16-bit scales."""
-    base = build_model(tmp_path / "base", bits=bits, bfloat16=True, **family)
+    kind = {"bits": 4, "group_size": 32} if "mode" in family else {"bits": bits}
+    base = build_model(tmp_path / "base", bfloat16=True, **kind, **family)
     adapter = adapter_of(base, tmp_path / "adapter", size=0.05)
     plain, fitted = (
         fused(job_of(base, adapter, tmp_path / name, may_lose=1.0, fit=fit), bits)[0]

@@ -146,8 +146,8 @@ def test_base_and_adapter_arrive_to_the_last_bit(name: str, group_size: int, tmp
 
 
 @pytest.mark.parametrize(("changes", "kind"), [
-    ({"bits": 2}, Kind.Q4_1), ({"bits": 3}, Kind.Q4_1), ({"bits": 5}, Kind.Q5_1), ({"bits": 6}, Kind.BF16),
-    ({"bits": 8}, Kind.BF16), ({"bits": 4, "mode": "mxfp4", "group_size": 32}, Kind.MXFP4),
+    ({"bits": 2}, Kind.Q4_1), ({"bits": 3}, Kind.Q4_1), ({"bits": 5}, Kind.Q5_1), ({"bits": 6}, Kind.F16),
+    ({"bits": 8}, Kind.F16), ({"bits": 4, "mode": "mxfp4", "group_size": 32}, Kind.MXFP4),
     ({"bits": 8, "mode": "mxfp8", "group_size": 32}, Kind.BF16), ({"bits": None}, Kind.BF16),
     ({"bits": 4, "bfloat16": False}, Kind.F32), ({"bits": None, "bfloat16": False}, Kind.F32),
 ])  # fmt: skip
@@ -158,20 +158,24 @@ def test_every_base_gets_the_smallest_type_that_holds_it(changes: dict[str, Any]
     assert tensor.tensor_type == kind
     expected = np.array(open_base(base, dequantize=True).module.layers[0].mlp.up_proj.weight)
     found = gguf.quants.dequantize(np.array(tensor.data), kind)
-    tolerance = 0.01 if kind in (Kind.Q4_1, Kind.Q5_1) else 0.0  # which mlx rounds to bfloat16 as it dequantizes
+    tolerance = (
+        0.01 if kind in (Kind.Q4_1, Kind.Q5_1, Kind.F16) else 0.0
+    )  # which mlx rounds to bfloat16 as it dequantizes
     np.testing.assert_allclose(found, expected, atol=tolerance)
-    is_larger = changes["bits"] is not None and kind in (Kind.BF16, Kind.F32)
+    is_larger = changes["bits"] is not None and kind in (Kind.F16, Kind.BF16, Kind.F32)
     assert any("No smaller GGUF type" in line and " more." in line for line in said) == is_larger
 
 
-def test_a_scale_that_float16_has_not_is_named_and_its_matrix_stays_exact(tmp_path: Path) -> None:
+def test_a_matrix_with_scales_that_float16_has_not_is_named(tmp_path: Path) -> None:
     base = build(tmp_path / "base", "llama, tied", bits=4, bfloat16=True)
     weights = base / "model.safetensors"
     arrays: dict[str, mx.array] = mx.load(str(weights))  # type: ignore[assignment]
     arrays["model.layers.1.mlp.up_proj.scales"] *= 1e-9
     mx.save_safetensors(str(weights), arrays, metadata={"format": "mlx"})
-    out, _, said = write(base, tmp_path / "m.gguf", kind=None)
-    assert any("holds these matrices exactly: model.layers.1.mlp.up_proj." in line for line in said)
+    out, report, said = write(base, tmp_path / "m.gguf", kind=None)
+    assert report.type.startswith("rounded to 16 bits")
+    assert any("1 of 15 matrices rounded" in line for line in said)
+    assert any("holds these matrices: model.layers.1.mlp.up_proj." in line for line in said)
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(out).tensors}
     assert (kinds["blk.1.ffn_up.weight"], kinds["blk.0.ffn_up.weight"]) == (Kind.BF16, Kind.Q4_1)
 
