@@ -137,30 +137,33 @@ def _pair(job: ExportJob, path: Path, say: Callable[[str], None]) -> ExportRepor
     mx.clear_cache()
     _write_model(begun, path, kinds, load(job.base)[0], None)
     _write_adapter(begun[0].arch, pairs, lora_number(job.adapter, "scale"), adapter_of(path))
-    counts = Counter(kind.name for part, kind in zip(begun[1], kinds, strict=True) if len(part.shape) > 1)
-    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    sizes = [size_text(each.stat().st_size) for each in (path, adapter_of(path))]
-    same = (
-        f"{len(rounded)} of {sum(counts.values())} matrices rounded to 16 bits"
-        if rounded
-        else "every weight equal to the original"
-    )
-    say(f"{path.name}: {sizes[0]}, the base, {same} ({types})")
-    say(f"{adapter_of(path).name}: {sizes[1]}, the adapter in float32, as trained")
-    if files.quantization_bits is not None and not set(counts) <= {kind.name for kind in REPACKED}:
-        larger = [
-            part.path
-            for part, kind in zip(begun[1], kinds, strict=True)
-            if len(part.shape) > 1 and kind not in REPACKED
-        ]
-        more = f" and {len(larger) - NAMED} more" if len(larger) > NAMED else ""
-        say(f"No smaller GGUF type holds these matrices: {', '.join(larger[:NAMED])}{more}.")
-        say("For a smaller file with a measured loss: add --fused")
+    is_quantized = files.quantization_bits is not None
+    _describe(path, list(zip(begun[1], kinds, strict=True)), len(rounded), say, is_quantized=is_quantized)
     form, size = read_prompt_format(job.adapter), sum(each.stat().st_size for each in (path, adapter_of(path)))
     return ExportReport(
         ROUNDED if rounded else EXACT, size, str(job.base), files.fingerprint, fingerprint(job.adapter), 0, 0,
         None, None, None, 1.0, form.stop_ids if form else (),
     )  # fmt: skip
+
+
+def _describe(
+    path: Path, parts: Sequence[tuple[GgufPart, Kind]], rounded: int, say: Callable[[str], None], *, is_quantized: bool
+) -> None:
+    """Say what is in a base's file and in its adapter's; ``rounded``: number of matrices."""
+    matrices = [(part, kind) for part, kind in parts if len(part.shape) > 1]
+    counts = Counter(kind.name for _, kind in matrices)
+    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    same = (
+        f"{rounded} of {len(matrices)} matrices rounded to 16 bits" if rounded else "every weight equal to the original"
+    )
+    sizes = [size_text(each.stat().st_size) for each in (path, adapter_of(path))]
+    say(f"{path.name}: {sizes[0]}, the base, {same} ({types})")
+    say(f"{adapter_of(path).name}: {sizes[1]}, the adapter in float32, as trained")
+    larger = [part.path for part, kind in matrices if kind not in REPACKED]
+    if larger and is_quantized:
+        more = f" and {len(larger) - NAMED} more" if len(larger) > NAMED else ""
+        say(f"No smaller GGUF type holds these matrices: {', '.join(larger[:NAMED])}{more}.")
+        say("For a smaller file with a measured loss: add --fused")
 
 
 def _write_adapter(architecture: str, pairs: Mapping[str, tuple[mx.array, mx.array]], scale: float, path: Path) -> None:

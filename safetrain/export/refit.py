@@ -112,9 +112,10 @@ def refitted(
 def _in_order_of_use(walk: Walk, number: int) -> list[list[str]]:
     """A block's layers in groups with the same inputs."""
     next(walk.outputs(number))
+    first_inputs = {name: id(inputs) for name, inputs, _ in reversed(walk.heard)}
     groups: dict[int, list[str]] = {}
-    for name, inputs, _ in walk.heard:
-        groups.setdefault(id(inputs), []).append(name)
+    for name in dict.fromkeys(name for name, _, _ in walk.heard):
+        groups.setdefault(first_inputs[name], []).append(name)
     return list(groups.values())
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 25_730,
-    "program tokens": 199_300,
+    "program lines": 25_740,
+    "program tokens": 199_400,
     "program files": 127,
     "files under 60 lines": 8,
     "dataclasses": 138,
