@@ -73,7 +73,7 @@ def fuse(
 ) -> None:
     """Merge the adapter into the base model, for any MLX program.
 
-    Tries the base's own bits, then 8 bits, then float. Below 8 bits, weights are refitted on training rows. Each merged
+    Tries the base's own bits, then 8 bits, then float. Rounded weights are refitted on training rows. Each merged
     model is written, loaded and compared with the base and tuned models on validation rows. The first that keeps the
     improvement is kept.
     """

@@ -92,7 +92,7 @@ def write_fused(job: ExportJob, bits: int | None, folder: Path, say: Callable[[s
 
 
 def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> dict[str, mx.array]:
-    """Arrays of the changed layers of less than 8 bits, refitted; none without rows to fit them on.
+    """Arrays of the changed layers that are quantized, refitted; none without rows to fit them on.
 
     Raises ModelError if memory is too small, or the model's blocks cannot be computed one by one.
     """
@@ -100,7 +100,7 @@ def _refitted(job: ExportJob, module: Any, changes: "Changes", plan: Plan) -> di
     few = {
         path: (stored, dequantized(layers[path], slice(0, 1)).dtype)
         for path, stored in plan.items()
-        if stored and stored["bits"] < MORE_BITS and path in changes.paths and layers[path].weight.ndim == 2
+        if stored and path in changes.paths and layers[path].weight.ndim == 2
     }
     if few and job.fit is not None:
         if (needed := refit_bytes(module, few)) > host_room_bytes(read_memory()):
