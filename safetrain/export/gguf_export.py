@@ -94,10 +94,10 @@ def modelfile_of(out: Path) -> Path:
 def export_gguf(job: ExportJob, kind: str | None, say: Callable[[str], None]) -> ExportReport:
     """Write ``job.out`` with its report and a Modelfile for Ollama; complete, or nothing.
 
-    ``kind``: None, and an adapter is written beside the base, both exactly; or the type of one file with the adapter
-    merged in, one of KINDS or one that llama-quantize makes. Raises ConfigError, ModelError if llama.cpp does not
-    support the model or adapter, or one file loses too much of the improvement, DiskFullError, and MachineError if
-    memory is too small to measure it.
+    ``kind``: None writes the adapter beside the base, which is rounded only where no GGUF type holds it; else the type
+    of one file with the adapter merged in, one of KINDS or one that llama-quantize makes. Raises ConfigError,
+    ModelError if llama.cpp does not support the model or adapter, or one file loses too much of the improvement,
+    DiskFullError, and MachineError if memory is too small to measure it.
     """
     names = [report_of(job.out), modelfile_of(job.out), *([adapter_of(job.out)] if kind is None else []), job.out]
     for path in names:
