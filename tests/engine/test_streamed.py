@@ -45,6 +45,8 @@ def errors_of_reading_end_here() -> Iterator[None]:
             contextlib.nullcontext() if index is None else mx.stream(stream_of(index)),
         ):
             mx.synchronize()
+    with contextlib.suppress(RuntimeError):
+        mx.clear_cache()  # waits for the stream that reads ahead
 
 
 def gradient_of(folder: Path, settings: TrainSettings, layout: BatchLayout) -> tuple[float, dict[str, np.ndarray]]:
