@@ -81,7 +81,7 @@ def fuse(
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("Unsupported quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
-    job = _export_job(out, adapter, model, may_lose)
+    job = _export_job(out, adapter, model, may_lose, refits=True)
     from safetrain.export.fuse import FLOAT, fuse_adapter
 
     with still_working(f"writing and measuring {out}"):
@@ -206,8 +206,10 @@ def export_gguf(
     _write_card(out.parent, job, "gguf", out)
 
 
-def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0) -> "ExportJob":
-    """Gather what every export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
+def _export_job(
+    out: Path, adapter: Path, model: Path | None, may_lose: float = 2.0, *, refits: bool = False
+) -> "ExportJob":
+    """Gather what an export needs, and load the BLAS for mlx. ``may_lose`` is in percent."""
     from safetrain.core.data.training_rows import load_sample
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import TrainingSummary
@@ -215,7 +217,7 @@ def _export_job(out: Path, adapter: Path, model: Path | None, may_lose: float = 
 
     base, run = model or base_of(adapter), read_result(paths.SUMMARY, TrainingSummary)
     rows = load_sample("valid", base, run.max_seq_length)
-    fit = load_sample("train", base, run.max_seq_length, FIT_TOKENS)
+    fit = load_sample("train", base, run.max_seq_length, FIT_TOKENS) if refits else None
     load_fast_blas()  # before anything imports mlx
     from safetrain.export.comparison import ExportJob
 
