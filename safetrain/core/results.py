@@ -97,7 +97,7 @@ def _settle(output: Path, names: tuple[str, ...]) -> None:
 
 def _is_evaluated(output: Path, kept: Path) -> bool:
     """Whether the evaluation is about the adapter; an adapter that is kept was."""
-    from safetrain.core.records.adapter_files import fingerprint  # imports psutil
+    from safetrain.core.records.adapter_files import fingerprint
 
     name = paths.ADAPTERS.name
     if _is_same(output / name, kept / name):

@@ -14,8 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 OWN_LIMIT = "train.memory_limit_gb"  # the name of a limit that the user has set
 GIB = 2**30
 LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: below this, macOS has no memory left to give
@@ -66,6 +64,8 @@ class Readings:
 
 
 def read_memory() -> Readings:
+    import psutil  # not for a command's help
+
     memory = psutil.virtual_memory()
     if sys.platform != "darwin":
         return Readings(memory.total, memory.available)
@@ -173,6 +173,8 @@ def footprint_bytes(pid: int) -> int:
     """Current memory of a process: phys_footprint on macOS, else resident memory; 0 if the process has ended."""
     if sys.platform == "darwin":
         return _ask_macos(pid)[0]
+    import psutil
+
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
