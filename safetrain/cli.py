@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from safetrain.cli_models import convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, preflight, selftest, validate
-from safetrain.cli_run import diagnose, discard, result, run, runs, set_, stage
+from safetrain.cli_run import diagnose, discard, result, run, runs, search, set_, stage
 from safetrain.cli_talk import ask, chat
 from safetrain.cli_watch import monitor, report
 from safetrain.core.errors import ConfigError, SafetrainError
@@ -29,7 +29,7 @@ HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 COMMANDS = {
     "A project": (init, update),
     "Before training": (fetch, convert, validate, preflight, estimate, selftest),
-    "Train": (run, set_, runs),
+    "Train": (run, search, set_, runs),
     "Inspect a run": (monitor, result, report),
     "Use the model": (ask, chat, fuse, push, ("export", export)),
     "After a crash": (diagnose, discard),
@@ -76,7 +76,7 @@ def options(
     ] = False,
 ) -> None:
     """Declare the options before a command; say whose values params.yaml has, unless the command puts them back."""
-    if PARAMS.is_file() and context.invoked_subcommand not in ("run", "set") and (said := left_behind()):
+    if PARAMS.is_file() and context.invoked_subcommand not in ("run", "search", "set") and (said := left_behind()):
         print_text(said, sys.stderr)
 
 
@@ -86,7 +86,7 @@ for panel, commands in COMMANDS.items():
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)
         else:
             text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
-            settings = {**HELP, "ignore_unknown_options": command in (run, set_)}  # they say what a value looks like
+            settings = {**HELP, "ignore_unknown_options": command in (run, search, set_)}  # they explain values
             name = command.__name__.rstrip("_")
             app.command(name, rich_help_panel=panel, help=text, context_settings=settings)(command)  # rejoined lines
 app.command(hidden=True)(stage)  # dvc.yaml of a project calls it

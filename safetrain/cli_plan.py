@@ -1,5 +1,6 @@
 """Commands of `safetrain` to run before training: validate, preflight, estimate and selftest."""
 
+import json
 import subprocess
 import sys
 from enum import StrEnum
@@ -93,6 +94,7 @@ def estimate(
     recompute: Annotated[bool, Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[Method, Option(help="how to train; the memory is that of Adam")] = Method.lora,
     num_layers: Annotated[int | None, Option(min=1, help="trained blocks, from the top; default: all")] = None,
+    as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Estimate memory, for this machine or another.
 
@@ -108,6 +110,9 @@ def estimate(
         files, here, rank, num_layers, method=method.value, gradient_checkpointing=recompute,
         batch_size=max(batch_size, rows_together(method.value)), max_seq_length=tokens,
     )  # fmt: skip
+    if as_json:
+        print(json.dumps(found := estimates.facts_of(run), indent=2))
+        sys.exit(0 if found["may_fit"] else 1)
     sys.exit(0 if estimates.print_estimate(console(), run, machine or HERE) else 1)
 
 

@@ -1,19 +1,23 @@
 """The commands of `safetrain` that train or explain a run: run, set, runs, result, diagnose and discard."""
 
+import json
 import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from enum import StrEnum
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
-from safetrain.core.formatting import RUN, counted, print_text, run_again, similar_path
+from safetrain.core.formatting import RUN, Tell, counted, json_lines, print_text, run_again, similar_path
 from safetrain.core.lock import locked, require_no_training, training_lock
 from safetrain.core.params_file import (
     PARAMS,
@@ -27,7 +31,7 @@ from safetrain.core.params_file import (
 )
 from safetrain.core.records.run_state import discard_run, is_finished
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none
+from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
 
@@ -35,12 +39,14 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from safetrain.core.records.schema import Pipeline
+    from safetrain.watch.run_folder import Run
 
 
 def run(
     values: Annotated[list[str] | None, Argument(help="KEY=VALUE or experiment=NAME, for this run only")] = None,
     data: Annotated[str | None, Option(help="file or folder, or hub:OWNER/NAME; written into params.yaml")] = None,
     model: Annotated[str | None, Option(help="folder, or hub:OWNER/NAME; written into params.yaml")] = None,
+    as_json: Annotated[bool, Option("--json", help="print a JSON object per event; the last is the verdict")] = False,
 ) -> None:
     """Run the pipeline: stages whose inputs have changed, from data to charts.
 
@@ -51,33 +57,93 @@ def run(
     from safetrain.stage import composed, to_pipeline
 
     words = values or []
-    paths_given = _existing({"data.path": data, "model.path": model})
-    require_current()
     command = shlex.join(["safetrain", "run", *words])
-    with _own_params(command):
-        if paths_given:
-            _write(reduce(lambda text, pair: with_value(text, *pair), paths_given.items(), read_params()))
-        os.environ[RUN] = command  # messages after a crash name this command
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        jobs = jobs_of(words)
-        for job in jobs:
-            to_pipeline(composed(job))  # a wrong value is an error before the first run
-        if words and (why := why_unrecorded()):
-            print(f"Experiments are not recorded: {why}. All else works.")
-        for number, job in enumerate(jobs, 1):
-            if len(jobs) > 1:
-                print(f"\n== run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
-            try:
-                _run_once(job, command)
-            except SafetrainError as error:
-                left = [shlex.join(each) for each in jobs[number:]]
-                if left:
-                    print(f"error: the run with {' '.join(job)} failed; not run: {'; '.join(left)}", file=sys.stderr)
-                raise error
+    with json_lines(asked=as_json) as tell:
+        paths_given = _existing({"data.path": data, "model.path": model})
+        require_current()
+        with _own_params(command):
+            if paths_given:
+                _write(reduce(lambda text, pair: with_value(text, *pair), paths_given.items(), read_params()))
+            _set_environment(command)
+            jobs = jobs_of(words)
+            for job in jobs:
+                to_pipeline(composed(job))  # a wrong value is an error before the first run
+            if words and (why := why_unrecorded()):
+                print(f"Experiments are not recorded: {why}. All else works.")
+            _run_in_turn(jobs, command, tell)
     if len(jobs) == 1:
         result()
     else:
         print_text(described())
+
+
+def _run_in_turn(jobs: list[list[str]], command: str, tell: Tell | None) -> None:
+    """Run the pipeline with the values of each job; after a failure, say which jobs remain."""
+    for number, job in enumerate(jobs, 1):
+        if len(jobs) > 1:
+            print(f"\n== run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
+        if tell:
+            tell({"event": "run", "values": job, "number": number, "of": len(jobs)})
+        try:
+            _run_once(job, command)
+        except SafetrainError as error:
+            if left := [shlex.join(each) for each in jobs[number:]]:
+                print(f"error: the run with {' '.join(job)} failed; not run: {'; '.join(left)}", file=sys.stderr)
+            raise error
+        if tell:
+            tell({"event": "verdict", **_verdict()})
+
+
+By = StrEnum("By", "loss score")
+
+
+def search(
+    minutes: Annotated[float, Option(min=1, help="time for the whole search, with the evaluation of its best")],
+    values: Annotated[list[str] | None, Argument(help="KEY=VALUE,VALUE …; default: learning rates, then ranks")] = None,
+    by: Annotated[By, Option(help="what to rank by: loss, or score of answers, on validation rows")] = By.loss,
+    as_json: Annotated[bool, Option("--json", help="print a JSON object per event; the last is the verdict")] = False,
+) -> None:
+    """Find the best values within the minutes you have.
+
+    safetrain search --minutes 60 train.learning_rate=1e-4,3e-4 lora.rank=8,16 trains every combination for a part of
+    its run; those that are ahead go on, to the end only the best. Its values are written into params.yaml, its result
+    is the project's. A search that was stopped or killed goes on with the same command.
+    """
+    from safetrain.core.records.search import BEST, FINISHED
+    from safetrain.runs import jobs_of, reproduce
+    from safetrain.search import Searching
+    from safetrain.search_plan import planned_search
+    from safetrain.stage import composed, to_pipeline
+    from safetrain.watch.standings import Standings
+
+    words, began = values or [], time.monotonic()
+    ranking = [] if by is By.loss else ["--by", by.value]
+    command = shlex.join(["safetrain", "search", "--minutes", f"{minutes:g}", *ranking, *words])
+    _set_environment(command)
+    with json_lines(asked=as_json) as tell:
+        require_project()
+        require_current()
+        with _own_params(command):
+            jobs = jobs_of(words)
+            for job in jobs:
+                to_pipeline(composed(job))
+            fixed = [word for word in words if all(word in job for job in jobs)]
+            _require_inputs(to_pipeline(composed(fixed)), fixed)
+            with lent(_with_values(composed(fixed)), command):
+                reproduce("preflight")
+                planned = planned_search(words, jobs, minutes, by.value, began)
+                with Standings(tell) as standings:
+                    found = Searching(planned, standings.show).go()
+            for each in sorted(found.candidates, key=lambda each: each.name == found.best):  # the best is the last
+                if each.name == found.best:
+                    _write(_with_values(composed(each.values)))
+                if each.state in (FINISHED, BEST):
+                    _run_once(list(each.values), command)
+            write_record(paths.SEARCH / paths.STANDINGS, replace(found, is_finished=True))
+        del os.environ[RUN]  # the next commands are those of its result
+        if tell:
+            tell({"event": "verdict", "search": asdict(found), **_verdict()})
+    result()
 
 
 def _run_once(words: list[str], command: str) -> None:
@@ -104,6 +170,11 @@ def _run_once(words: list[str], command: str) -> None:
             print_text(f"recorded as {record(words)}: safetrain runs")
         except SafetrainError as error:  # the result is there
             print_text(f"not recorded as an experiment: {error}", sys.stderr)
+
+
+def _set_environment(command: str) -> None:
+    os.environ[RUN] = command  # messages after a crash name this command
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _with_values(config: "DictConfig") -> str:
@@ -238,26 +309,41 @@ def stage(name: Annotated[str, Argument()], values: Annotated[list[str] | None, 
 
 def result(
     gate: Annotated[bool, Option("--gate", help="only judge whether the run beats its base model")] = False,
+    as_json: Annotated[bool, Option("--json", help="print one JSON object; with --gate, exit as that does")] = False,
 ) -> None:
     """Show what the run learned, and what to try next.
 
     With --gate, exit 0: the tuned model is better than its base; 1: not better; 2: it forgets too much, or this could
     not be determined. The gate section of params.yaml has the thresholds.
     """
-    from safetrain.watch import result as results
+    from safetrain.watch.result import describe_result
     from safetrain.watch.run_folder import read_evaluated, read_run
 
     require_project()
-    if gate:
-        from safetrain.stage import composed, to_pipeline
-
-        code, title, reasons = results.gate(read_run(), to_pipeline(composed([])).gate)
-        print_text("\n".join([title, *reasons]))
-        sys.exit(code)
+    if gate or as_json:
+        verdict = _verdict(read_run() if gate else read_evaluated())
+        if as_json:
+            print(json.dumps(verdict, ensure_ascii=False, indent=2))
+        else:
+            print_text("\n".join([verdict["verdict"], *verdict["reasons"]]))
+        sys.exit(verdict["exit_code"] if gate else 0)
     from safetrain.runs import run_of_result
 
     os.environ.setdefault(RUN, run_of_result())  # for the commands to type next
-    print_text(results.describe_result(read_evaluated()))
+    print_text(describe_result(read_evaluated()))
+
+
+def _verdict(run: "Run | None" = None) -> dict[str, Any]:
+    """The gate's verdict on a run, its command and its records, for programs."""
+    from safetrain.runs import run_of_result
+    from safetrain.stage import composed, to_pipeline
+    from safetrain.watch import result as results
+    from safetrain.watch.run_folder import read_evaluated
+
+    run = run or read_evaluated()
+    code, title, reasons = results.gate(run, to_pipeline(composed([])).gate)
+    facts = {"verdict": title, "exit_code": code, "reasons": reasons, "command": run_of_result()}
+    return {**facts, "training": asdict(run.summary), "evaluation": asdict(run.evaluation)}  # type: ignore[arg-type]
 
 
 def diagnose(
@@ -288,17 +374,19 @@ def diagnose(
 
 
 def discard() -> None:
-    """Discard an interrupted run; finished results are kept.
+    """Discard an interrupted run, and the candidates of a search; finished results are kept.
 
-    This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far; also what queued
-    experiments keep in .dvc/tmp/safetrain.
+    This removes its checkpoints, training_state.json, and unfinished/ with its best adapter so far; also search/, and
+    what queued experiments keep in .dvc/tmp/safetrain.
     """
     from safetrain.guard.postmortem import close_marker
 
     require_project()
-    with training_lock(paths.OUTPUT):
-        removed = discard_run(paths.OUTPUT, damaged_too=True)
+    with locked(RUN_LOCK, "Another run uses this project"), training_lock(paths.OUTPUT):
+        removed, candidates = discard_run(paths.OUTPUT, damaged_too=True), len([*paths.SEARCH.glob("*/")])
         close_marker(paths.OUTPUT)
-        shutil.rmtree(paths.KEPT_RUNS, ignore_errors=True)
+        for folder in (paths.KEPT_RUNS, paths.SEARCH):
+            shutil.rmtree(folder, ignore_errors=True)
         (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it names a checkpoint that is gone
-    print(f"removed {counted(removed, 'checkpoint')}; the next training run starts over")
+    searched = f" and {counted(candidates, 'candidate')} of a search" if candidates else ""
+    print(f"removed {counted(removed, 'checkpoint')}{searched}; the next training run starts over")

@@ -60,12 +60,15 @@ def _in_our_words(error: BaseException) -> SafetrainError:
     return SafetrainError("DVC stopped: " + ": ".join(map(str, causes)))
 
 
-def reproduce() -> None:
-    """Rerun what has changed, as `dvc repro` does. Raises SafetrainError with the exit code of a stage that failed."""
+def reproduce(*stages: str) -> None:
+    """Rerun what has changed, as `dvc repro` does, up to ``stages`` if any are named.
+
+    Raises SafetrainError with the exit code of a stage that failed.
+    """
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     with handling(dict.fromkeys(numbers, _end_stage)), _dvc() as repo:
         _drop_broken_lock(repo)
-        repo.reproduce()
+        repo.reproduce(list(stages) or None)
     settle()  # what DVC has checked out from its run cache is the last result now
 
 

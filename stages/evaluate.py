@@ -43,7 +43,7 @@ def main(config: Pipeline) -> None:
     for remark in remarks:
         print_text(remark)
     progress = EvaluationProgress()
-    examination = Examination(general, run, exam, progress)
+    examination = Examination(general, run, run.mlx_limit_bytes, exam, progress)
     with ending_at_once(), scorer_of(exam.task, settings, calls) as scorer, still_working(progress.text):
         exam.try_out(scorer)
         start = Path(run.from_adapter) if run.from_adapter else None

@@ -19,7 +19,7 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors, postmortem
-from safetrain.core.records import evaluation, metrics, reports, settings
+from safetrain.core.records import evaluation, metrics, reports, search, settings
 from safetrain.plan import check_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,21 @@ RECORDS = {
         evaluation.Choices, evaluation.Calibration, evaluation.Sample,
     ),
     "postmortem.json": (postmortem.PostMortem,),
+    "search/search.json": (search.Search, search.Candidate),
 }  # fmt: skip
+COMMANDS = """
+- `safetrain run --json`: `event` is run (with `values`, `number`, `of`), verdict (with the keys of result), or error
+  (`message`, `exit_code`)
+- `safetrain search --json`: `event` is planned, joined, ranked, stopped (with the fields of Search), training, step,
+  rung, dropped (those of Candidate), verdict (with the keys of result, and `search`), or error
+- `safetrain result --json`: `verdict` (better, not better, could not be determined, forgets), `exit_code` of `--gate`,
+  `reasons`, `command` that makes this run, `training` (training_summary.json), `evaluation` (evaluation.json)
+- `safetrain estimate --json`: `fits`, `may_fit` (a dry run decides), `needed_bytes`, `budget_bytes`,
+  `predicted_peak_bytes`, `memory_terms`, `settings` that decide the memory, `would_fit` (changes, if it does not)
+- `safetrain validate --json`: `rows` (`where`, `trained`, `stops`, `findings`), `findings` (Finding)
+- `safetrain preflight --json`: preflight_report.json
+- `safetrain diagnose --json`: postmortem.json; null if no run has died
+""".strip()
 SIGNALS = (
     (124, "The training process hung and was ended."),
     (130, "Ctrl-C. Training has saved its state."),
@@ -264,6 +278,7 @@ def records() -> str:
         for kind in classes:
             told = "" if kind is classes[0] else ": " + cell(kind.__doc__ or "").partition(". ")[0].rstrip(".") + "."
             parts += [f"**{kind.__name__}**{told}", _fields(kind)]
+    parts += ["## JSON of the commands", COMMANDS]
     return "\n\n".join(parts)
 
 

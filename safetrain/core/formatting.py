@@ -1,14 +1,17 @@
 """Numbers, texts and commands as people read them."""
 
 import difflib
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 
@@ -132,3 +135,31 @@ def rows_text(rows: int, method: str) -> str:
     if method in PAIRED:
         return counted(rows // 2, "pair")
     return counted(rows, "window" if method == PRETRAIN else "row")
+
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def json_lines(*, asked: bool) -> Iterator[Tell | None]:
+    """A function that prints a JSON object in a line, if that is asked for: all other output goes to stderr then.
+
+    An error becomes the last line.
+    """
+    if not asked:
+        yield None
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+        os.dup2(2, 1)  # for child processes too
+
+        def tell(event: dict[str, Any]) -> None:
+            print(json.dumps(event, ensure_ascii=False), file=lines, flush=True)
+
+        try:
+            yield tell
+        except BaseException as error:
+            stopped = 130 if isinstance(error, KeyboardInterrupt) else 1
+            told = {"exit_code": getattr(error, "exit_code", stopped), "message": str(error) or type(error).__name__}
+            tell({"event": "error", **told})
+            raise

@@ -41,6 +41,8 @@ def check_ranges(config: Pipeline) -> None:
             problems.append(f"train.batch_size x gradient_accumulation is odd; with {method}, two rows are a pair")
     if train.optimizer == "adam" and train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has no weight decay: use adamw")
+    if train.minutes and train.max_steps:
+        problems.append("train.minutes and train.max_steps are both set, in params.yaml or overrides: set one to null")
     problems += [train.lacks_rate] if train.lacks_rate else []
     if problems:
         what = "\n  ".join(["The configuration has invalid values:", *problems])

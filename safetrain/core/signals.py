@@ -15,6 +15,8 @@ from safetrain.core.errors import FREE_AND_CONTINUE, DiskError, DiskFullError, I
 from safetrain.core.formatting import print_text
 from safetrain.core.storage.files import DISK_FULL, with_traceback
 
+AT_RUNG = signal.SIGUSR2  # in an InterruptedRun: a search's candidate has reached its step
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM; like Ctrl-C, it unwinds the program, which ends child processes and removes temporary files."""

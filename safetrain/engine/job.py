@@ -11,7 +11,7 @@ from safetrain.core.formatting import counted, rows_text, size_text
 from safetrain.core.memory.estimate import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import start_of, starting_point
-from safetrain.core.records.run_state import RunIdentity
+from safetrain.core.records.run_state import RunIdentity, searched
 from safetrain.core.records.schema import PAIRED, PRETRAIN
 from safetrain.core.records.settings import (
     Shape,
@@ -37,6 +37,7 @@ class Job(TrainJob):
     output: Path = paths.OUTPUT  # checkpoints and training_state.json
     adapters: Path = paths.BEST_ADAPTER  # the best adapter so far
     kept: Path | None = None  # has the same checkpoints, where DVC may delete ``output``
+    candidate: Path | None = None  # folder of a search with this run's beginning
 
     @property
     def bits_per_byte_of_nat(self) -> float:
@@ -73,7 +74,11 @@ def load_job(asked: TrainJob) -> Job:
     kept = paths.kept_runs(Path.cwd())
     if kept is not None:
         kept /= hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-    return Job(**{**vars(asked), "settings": settings}, rows=rows, identity=identity, files=files, kept=kept)
+    output = Path(asked.folder)
+    places = {"output": output, "adapters": output / paths.UNFINISHED / paths.ADAPTERS.name, "kept": kept}
+    candidate = searched(identity) if output == paths.OUTPUT else None
+    facts = {**vars(asked), "settings": settings, **places, "candidate": candidate}
+    return Job(**facts, rows=rows, identity=identity, files=files)
 
 
 def own_largest_update(job: Job, backend_name: str) -> Shape:

@@ -20,6 +20,7 @@ from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import (
     KEPT_BESIDE,
+    RunState,
     checkpoints_in,
     discard_run,
     mirror,
@@ -27,8 +28,8 @@ from safetrain.core.records.run_state import (
     remove_old,
 )
 from safetrain.core.records.schema import DPO, PRETRAIN
-from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room
-from safetrain.core.storage.paths import UNFINISHED
+from safetrain.core.storage.files import DISK_FULL, SPARE_BYTES, require_room, write_record
+from safetrain.core.storage.paths import POINTER, REFERENCES, UNFINISHED
 from safetrain.engine.adapters import adapter_weights, set_adapter_weights
 from safetrain.engine.backend import device, set_limits
 from safetrain.engine.batches import BatchLayout, MicroBatch, Update, training_layout
@@ -44,7 +45,6 @@ from safetrain.engine.weight_files import adapter_arrays, load_arrays, save_adap
 
 WAIT_MINUTES = 30.0  # for space on a full disk
 LOOK_SECONDS = 1.0
-REFERENCE_FILE = "reference.safetensors"  # DPO: the first log-probabilities of all rows, 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class TrainingRun:
         if not self.ranks.together and self.watcher.stop():
             raise self.interrupted()
 
-    def interrupted(self) -> InterruptedRun:
+    def interrupted(self, number: int = 0) -> InterruptedRun:
         """The error that ends a stopped run. Between micro-batches too, the state is that of the last update."""
         kept = "the state is saved" if self.state.step else "no update was made"
         what = f"Stopped at step {self.state.step} of {self.job.updates}; {kept}."
-        return InterruptedRun(self.stop(), what, do="the same command continues")
+        return InterruptedRun(number or self.stop(), what, do="the same command continues")
 
     def write(self, needed_bytes: int, action: Callable[[], None]) -> None:
         """Write files of this step; see ``write_or_wait``."""
@@ -130,7 +130,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
 def _set_references(job: Job, model: BaseModel, watcher: Watcher, *, writes: bool) -> None:
     """Give all rows their log-probabilities before training, from the file of an earlier start if it fits."""
     settings, own = job.settings, dataclasses.replace(job.identity, settings="", draws="")
-    path, most = job.output / REFERENCE_FILE, training_layout(model, settings.batch_size, job.rows.train).most_tokens
+    path, most = job.output / REFERENCES, training_layout(model, settings.batch_size, job.rows.train).most_tokens
     kept, needed = load_arrays(path) if path.is_file() else {}, dict[str, mx.array]()
     was_kept = set(kept)
 
@@ -166,7 +166,12 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, watcher: Watch
     state = load_checkpoint(job, model, optimizer, watcher.say)
     if state is None:
         discard_run(job.output)
-        state = TrainState()
+        if job.candidate is not None:
+            mirror(job.candidate, job.output)
+            if (state := load_checkpoint(job, model, optimizer, watcher.say)) is not None:
+                newest = checkpoints_in(job.output)[0].folder.name
+                write_record(job.output / POINTER, RunState(False, newest, state.step, job.identity))
+    state = state or TrainState()
     more = job.keep_checkpoints + KEPT_BESIDE - len(checkpoints_in(job.output))
     what = "There is too little disk space for this run's checkpoints."
     size, do = max(1, more) * size_of(model, optimizer), "free some space, or lower train.keep_checkpoints"

@@ -22,7 +22,9 @@ from safetrain.core.memory.system import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord, TrainingMetrics
 from safetrain.core.records.schema import LOWER_RATE
+from safetrain.core.records.search import save_row_losses
 from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.signals import AT_RUNG
 from safetrain.core.storage.files import sha256_of, write_json
 from safetrain.core.storage.paths import BAD_UPDATES
 from safetrain.engine.adapters import adapter_weights
@@ -73,19 +75,19 @@ def train(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Result | None:
 def _train_steps(run: TrainingRun) -> None:
     """Record, save and update until the last step. The state alone decides what is due, so a stop in between loses
     nothing: a resumed run starts with the record that is still missing."""
-    state, settings = run.state, run.job.settings
+    state, settings, rung = run.state, run.job.settings, run.job.stop_at_step
     patience = math.inf if settings.early_stopping_patience is None else settings.early_stopping_patience
     while True:
         validate = state.step in (0, run.job.updates) or state.step % settings.eval_steps == 0
         if state.recorded_step != state.step and (validate or state.step % settings.log_steps == 0):
             record(run, validate=validate)
         last, stop = state.step == run.job.updates or state.validations_since_best >= patience, run.stop()
-        if state.step and (last or stop or state.step % settings.save_steps == 0):
+        if state.step and (last or stop or state.step == rung or state.step % settings.save_steps == 0):
             save(run)
-        if last:
+        if last and rung is None:
             return
-        if stop:
-            raise run.interrupted()
+        if stop or last or state.step == rung:
+            raise run.interrupted(stop or AT_RUNG)
         try:
             began = time.perf_counter()
             make_update(run, update_of(run, state.cursor), _rate_after(run, state.step), began)
@@ -220,8 +222,11 @@ def _validate(run: TrainingRun) -> list[float]:
         data = data.take(data.rows_of(order[ranks.rank :: ranks.size]))
     losses = row_losses(run.model, data, run.layout.most_tokens, beat)
     sums = [float(losses.sum())]
+    counts = data.label_counts
     if pair_loss is not None:
-        sums, terms = pair_loss.scores(-losses, data).sums, len(job.rows.valid) // 2
+        scores = pair_loss.scores(-losses, data)
+        losses, sums, terms = scores.losses, scores.sums, len(job.rows.valid) // 2
+        counts = np.ones(len(losses), dtype=np.int64)
     if ranks.together:  # the same bits on all
         sums = ranks.total(run.watcher.stop(), state.step, *sums)
     measured = [each / terms for each in sums]
@@ -237,6 +242,9 @@ def _validate(run: TrainingRun) -> list[float]:
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
     elif state.step > 0:
         state.validations_since_best += 1
+    if job.stop_at_step is not None and state.step > 0:
+        own = (np.asarray(losses), counts) if state.best_step == state.step else None
+        run.write(16 * len(counts), lambda: save_row_losses(job.output, state.step, state.best_step, own))
     return measured
 
 

@@ -17,6 +17,7 @@ from safetrain.core.formatting import describe_proof
 from safetrain.core.memory.system import most_footprint_bytes
 from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.metrics import Proof, StepRecord, TrainingSummary, append_csv, csv_of, proof_passes
+from safetrain.core.records.search import candidates_with
 from safetrain.core.records.settings import TrainJob
 from safetrain.core.results import publish
 from safetrain.core.signals import StopRequest, stop_on_signal, user_error_of
@@ -161,6 +162,7 @@ def _summary(job: Job, result: "Result", proof: Proof, predicted: int, blas: str
         base_valid_loss=state.base_valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
+        candidates=candidates_with(job.candidate),
         proof=proof,
     )
 

@@ -195,6 +195,12 @@ class Exam:
         rest = [token for token in rest if token not in self.held_out.stop_ids]
         return self.tokenizer.decode(rest, special=self.task.scorer == TOOLS).strip()
 
+    def answered(self, number: int, found: ModelMeasures) -> str:
+        """A model's answer as text: an option, or what it wrote."""
+        if number in self.choices:
+            return self.task.options_of(self.rows[number])[int(found.options[number].argmax())]
+        return self.text_of(number, found.answers[number])
+
     def judge(self, scorer: Scorer, number: int, expected: str, answer: str) -> AnswerScore:
         """Score an answer; raises DataError, which names the row, if the user's checker fails."""
         try:
@@ -256,16 +262,19 @@ class Exam:
 
 
 def exam_of(
-    settings: Evaluate, store: Store, valid: Store, held_out: HeldOut, tokenizer: ChatTokenizer, answer_tokens: int
-) -> tuple[Exam, ToolCalls]:
+    settings: Evaluate, store: Store, valid: Store, held_out: HeldOut, tokenizer: ChatTokenizer, answer_tokens: int,
+    split: str = "test",
+) -> tuple[Exam, ToolCalls]:  # fmt: skip
     """Choose the questions, as many as evaluate.max_examples or ``answer_tokens`` allow, and find their task.
+
+    ``split``: the name of ``store``.
 
     Also returns the reader of calls. Raises ConfigError if evaluate.score does not suit the rows.
     """
     most, calls = settings.max_new_tokens or held_out.answer_room, ToolCalls(tokenizer.folder)
     count = settings.max_examples or max(LEAST_QUESTIONS, answer_tokens // most)
     numbers = sampled(len(held_out.questions), count)
-    rows = _rows("test", {number: held_out.line(held_out.questions[number].row) for number in numbers})
+    rows = _rows(split, {number: held_out.line(held_out.questions[number].row) for number in numbers})
     written = ((rows[at], tokenizer.decode(held_out.questions[at].answer, special=True)) for at in numbers)
     task = task_of(settings, list(rows.values()), calls, written)
     exam = Exam(task, held_out, tokenizer, most, rows)

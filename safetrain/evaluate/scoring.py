@@ -81,11 +81,7 @@ def scored_answers(exam: Exam, base: ModelMeasures, tuned: ModelMeasures, scorer
     found = list[ScoredAnswers]()
     for number in sorted(exam.rows):
         expected = exam.text_of(number, exam.held_out.questions[number].answer)
-        if number in exam.choices:
-            own = exam.task.options_of(exam.rows[number])
-            texts = [own[int(each.options[number].argmax())] for each in (base, tuned)]
-        else:
-            texts = [exam.text_of(number, each.answers[number]) for each in (base, tuned)]
+        texts = [exam.answered(number, each) for each in (base, tuned)]
         judged = [exam.judge(scorer, number, expected, text) for text in texts]
         found.append(ScoredAnswers(number, expected, (texts[0], texts[1]), (judged[0], judged[1])))
     return found

@@ -31,6 +31,7 @@ from safetrain.core.records.settings import (
     gpu_environment,
 )
 from safetrain.core.results import is_complete, publish
+from safetrain.core.signals import AT_RUNG
 from safetrain.core.storage.files import read_or_none, write_record
 from safetrain.core.storage.paths import JOB, JOURNAL, LADDER, UNFINISHED, kept_runs
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
@@ -167,7 +168,9 @@ def _error(death: PostMortem, ending: Ending) -> RunDied | InterruptedRun:
         return RunDied(f"The training process died: {death.title}.\n{describe(death)}", exit_code=death.exit_code)
     if death.cause == "stopped":
         text = f"{failed.message.splitlines()[0]}\n  continue with: {death.next_command}"
-        return InterruptedRun(failed.exit_code - 128, text)
+        number = failed.exit_code - 128
+        came_too = ending.signal_passed_on if number == AT_RUNG else 0  # while it saved at its rung
+        return InterruptedRun(came_too or number, text)
     who = f"\n  who:      {describe_rank(death)}" if death.rank is not None else ""
     return RunDied(failed.message + who, exit_code=failed.exit_code)
 

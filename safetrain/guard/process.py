@@ -55,6 +55,7 @@ class WatchSettings:
     backend: str = "ring"  # mlx's backend for the exchange between ranks
     hostfile: Path | None = None  # for mlx.launch, if some ranks are on other machines
     launcher: tuple[str, ...] = ()  # mlx.launch's command
+    serves_starter: bool = True  # whether the run ends when the program that started this one dies
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ STOPPING_ALL = "stopping after this update, then saving; another Ctrl-C ends at 
 
 def supervise(settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
     """Run a training process, or several ranks of it, to the end; ``show`` gets events as they come."""
-    starter = who_started_us()
+    starter = who_started_us() if settings.serves_starter else None
     started_seconds = time.time()
     ranks = start_ranks(settings)
     with _awake(ranks[0].process.pid):

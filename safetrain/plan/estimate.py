@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, model_of_config, read_model_p
 from safetrain.core.model.shapes import FAMILIES, OWN_IDS, PRESETS, config_of
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
-from safetrain.core.records.settings import ALL_LINEAR, SMALLEST, LoraSettings
+from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, SMALLEST, LoraSettings
 from safetrain.plan.candidates import ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
 from safetrain.plan.hub import fetched_config
 
@@ -42,13 +42,7 @@ def estimate_of(
 def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     """Print a run's memory term by term and, if it does not fit, changes that would. Returns whether the run fits."""
     _print_model(console, run)
-    if run.model.model_type not in FAMILIES:
-        raise ModelError(
-            f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
-            got=f"weights of {size(run.model.static_bytes)}",
-            do=f"safetrain preflight preflight.level=certify {override('model.path', run.model.folder)}, "
-            "which makes a dry run",
-        )
+    _require_known(run)
     run, note = as_planned(run)
     settings = run.settings
     rank = f" rank {settings.lora.rank}" if settings.method not in WHOLE else ""
@@ -81,6 +75,32 @@ def print_estimate(console: Console, run: Estimate, name: str) -> bool:
     if run.machine.backend != "cpu":
         console.print("(closed form; its terms for GPUs are derived, not measured)", style="dim")
     return run.may_fit
+
+
+def facts_of(run: Estimate) -> dict[str, Any]:
+    """The same for programs."""
+    _require_known(run)
+    run, _ = as_planned(run)
+    return {
+        "fits": run.fits,
+        "may_fit": run.may_fit,
+        "needed_bytes": run.needed_bytes,
+        "budget_bytes": run.machine.memory_budget_bytes,
+        "predicted_peak_bytes": run.peak_bytes,
+        "memory_terms": run.terms,
+        "settings": {name: getattr(run.settings, name) for name in MEMORY_ONLY},
+        "would_fit": [] if run.fits else what_would_fit(run),
+    }
+
+
+def _require_known(run: Estimate) -> None:
+    if run.model.model_type not in FAMILIES:
+        raise ModelError(
+            f"The architecture {run.model.model_type} is unknown: its memory cannot be estimated.",
+            got=f"weights of {size(run.model.static_bytes)}",
+            do=f"safetrain preflight preflight.level=certify {override('model.path', run.model.folder)}, "
+            "which makes a dry run",
+        )
 
 
 def as_planned(run: Estimate) -> tuple[Estimate, str]:

@@ -3,11 +3,13 @@
 The closed form orders the candidates, and a dry run with the real model accepts or rejects each.
 """
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import count_text, counted, rows_text, size_text
 from safetrain.core.memory.estimate import mlx_limit_bytes, with_margin
 from safetrain.core.memory.system import own_limit_bytes
@@ -82,6 +84,9 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, module: str, say: Cal
     for stream, length in ((stream, length) for stream in places_of_base(question) for length in question.lengths):
         candidates = candidates_at(question, length, stream=stream)
         if (chosen := search.first_to_pass([fit for fit in candidates if fit.may_fit])) is not None:
+            if module and train.minutes is not None and chosen.measured is None:
+                what = "train.minutes cannot be planned: the time of a step could not be measured."
+                raise ConfigError(what, do="set train.max_steps instead")
             return chosen
         fits += candidates
     raise nothing_passed(question) if search.dry_runs else nothing_fits(question, fits)
@@ -119,7 +124,7 @@ class _Search:
                 self.say(f"not measured: the dry run failed: {answer.ended}")
                 return recommendation_of(question, fit if fit.fits else min(fits, key=lambda each: each.peak_bytes))
             self.dry_runs += 1
-            recommendation = recommendation_of(question, fit, answer.measured)
+            recommendation = within_minutes(question, fit, answer.measured)
             if recommendation.verified:
                 return recommendation
             why = f"out of memory ({answer.ended})" if answer.ended else "over the memory budget"
@@ -223,6 +228,27 @@ def recommendation_of(question: PlannedTraining, fit: Estimate, measured: DryRun
         total_seconds=_whole_seconds(question, fit, updates, steps, sizes, measured) if measured else None,
         disk_bytes=disk_bytes_of(fit, train.keep_checkpoints),
     )
+
+
+def within_minutes(question: PlannedTraining, fit: Estimate, measured: DryRun | None) -> Recommendation:
+    """The whole run, or if that takes longer than train.minutes, as many steps as fit into them."""
+    train, whole = question.train, recommendation_of(question, fit, measured)
+    if train.minutes is None or (whole.total_seconds or 0.0) <= 60 * train.minutes:
+        return whole
+
+    def of(steps: int) -> Recommendation:
+        return recommendation_of(replace(question, train=replace(train, max_steps=steps)), fit, measured)
+
+    settings = whole.settings
+    most = total_updates(question.row_count, settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    seconds = 60 * train.minutes
+    steps = bisect.bisect_right(range(1, most), seconds, key=lambda count: of(count).total_seconds or 0.0)
+    if not steps:
+        expected = f"at least {(of(1).total_seconds or 0.0) / 60:.2g}, for one step and the evaluation"
+        raise ConfigError("train.minutes is too short.", expected=expected, got=f"{train.minutes:g}")
+    shorter = of(steps)
+    why = f"as many as fit into train.minutes = {train.minutes:g}, with validations and evaluation"
+    return replace(shorter, reasons={**shorter.reasons, "max_steps": why})
 
 
 def disk_bytes_of(fit: Estimate, keep_checkpoints: int) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.events import Begun
-from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.records.schema import PAIRED
 from safetrain.core.storage.files import write_folder
 from safetrain.watch.run_folder import Run
+from safetrain.watch.standings import values_that_differ
 
 CURVES = {  # title, unit and field of StepRecord by the name of the picture
     "accuracy": ("Pairs whose chosen answer is preferred", "share of the validation pairs", "valid_accuracy"),
@@ -31,6 +32,7 @@ STYLE: Any = {
     "agg.path.chunksize": 10_000,
 }  # fmt: skip
 WIDE = 20  # a larger ratio of losses is drawn on a logarithmic axis
+MOST_NAMED, MOST_LETTERS = 3, 60
 FEW_POINTS = 40  # a curve with so few points has dots too
 GIB = 2**30
 SMOOTHING_SHARE = 0.02  # share of all points that is the smoothed curve's time constant
@@ -48,6 +50,8 @@ def pictures(run: Run) -> dict[str, bytes]:
         "loss": _draw("Loss", unit, partial(_add_loss, run)),
         "memory_usage": _draw("Memory", "GiB", partial(_add_memory, run)),
     }
+    if run.summary is not None and run.summary.candidates:
+        drawn["search"] = _draw("Best validation loss of the candidates", unit, partial(_add_candidates, run.summary))
     for name, (title, unit, field) in CURVES.items():
         if points := points_of(run.steps, field):
             curve = partial(_plot, points=points, colour=BLUE, label="recorded", smooth=field != "learning_rate")
@@ -118,6 +122,19 @@ def _add_loss(run: Run, axes: Any) -> None:
     starts |= {run.summary.resumed_from_step} if run.summary is not None else set()
     for number, mark in enumerate(sorted(starts - {0})):
         axes.axvline(mark, color=DIM, linestyle="--", linewidth=1, label=None if number else "continued")
+
+
+def _add_candidates(summary: TrainingSummary, axes: Any) -> None:
+    """Add each candidate's validation losses at its rungs; the few that trained longest are named."""
+    trained, names = [each for each in summary.candidates if each.losses], values_that_differ(summary.candidates)
+    order = sorted(trained, key=lambda each: (-each.steps, each.losses[-1][1]))
+    for number, each in enumerate(order):
+        colour = (BLUE, ORANGE, GREEN, *[DIM] * len(order))[number]
+        label = names[each.name][:MOST_LETTERS] if number < MOST_NAMED else None
+        axes.plot(*zip(*each.losses, strict=True), color=colour, marker="o", markersize=4, label=label)
+    losses = [loss for each in order for _, loss in each.losses]
+    if losses and 0 < min(losses) < max(losses) / WIDE:
+        axes.set_yscale("log")
 
 
 def _add_memory(run: Run, axes: Any) -> None:

@@ -3,6 +3,7 @@
 import enum
 import math
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,12 +18,17 @@ from rich.text import Text
 
 from safetrain.core.events import Begun, Finished, JournalEntry, Started
 from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.lock import is_held
+from safetrain.core.params_file import RUN_LOCK
 from safetrain.core.postmortem import PostMortem, describe_rows
 from safetrain.core.recorder import Phase
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.search import TRAINING, Search
+from safetrain.core.storage import paths
 from safetrain.watch.charts import points_of, rungs_of
 from safetrain.watch.progress import MEASURE, clock_text, describe_pairs, time_left, time_left_text
 from safetrain.watch.run_folder import Run, RunReader
+from safetrain.watch.standings import table_of
 
 IN_UPDATE = (Phase.GRADIENT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER, Phase.EXCHANGE)
 PHASES = {Phase.WAIT: "waiting for room on the disk", Phase.VERIFY: "checking the adapter"}  # where the name is no word
@@ -58,6 +64,7 @@ class MonitorView:
     stage: str  # stage of the pipeline that runs instead of training
     left_seconds: float | None
     available_bytes: int  # on the machine
+    search: Search | None = None  # whose candidate this run is
 
     @property
     def step(self) -> int:
@@ -81,9 +88,16 @@ class MonitorView:
 
 def look_at(reader: RunReader) -> MonitorView:
     """Read the run as it is now; if it is not in progress, find the stage of the pipeline that is."""
+    search, available = reader.search(), psutil.virtual_memory().available
+    training = [each.name for each in search.candidates if each.state == TRAINING] if search is not None else []
+    if training and (candidate := RunReader(reader.output / paths.SEARCH.name / training[0]).read()).is_running:
+        return replace(view_of(candidate, available_bytes=available), search=search)
+    project = reader.output.resolve().parent
+    if search is not None and not search.is_finished and is_held(project / RUN_LOCK):  # between two candidates
+        return replace(view_of(Run(read_at_seconds=time.time()), "search", available), search=search)
     run = reader.read()
-    stage = "" if run.is_running else running_stage(reader.output.resolve().parent)
-    return view_of(run, stage, psutil.virtual_memory().available)
+    stage = "" if run.is_running else running_stage(project)
+    return view_of(run, stage, available)
 
 
 def view_of(run: Run, stage: str = "", available_bytes: int = 0) -> MonitorView:
@@ -146,7 +160,8 @@ def rows_of(view: MonitorView) -> list[tuple[str, str]]:
     run, saved, rows = view.run, view.run.checkpoint, list[tuple[str, str]]()
     verdict = describe_rows(view.verdict) if view.verdict is not None else []
     rows += [*verdict[:1], ("next", view.next_command), *verdict[1:]]
-    rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))
+    doing = "planning or comparing candidates" if view.search else f"stage {view.stage} of the pipeline"
+    rows.append(("doing", doing if view.state is State.STAGE else ""))
     if run.flight and not verdict and view.state not in (State.FINISHED, State.STAGE):
         rows.append(("doing" if view.state.is_running else "last", _phase_text(run)))
     rows.append(("loss", _loss_text(run.steps)))
@@ -230,6 +245,8 @@ def place_lines(view: MonitorView) -> list[str]:
 def plain_line(view: MonitorView) -> str:
     """Return the view as one line, with the most important values first."""
     start = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
+    if view.search is not None:
+        start += f" a search's candidate, {duration_text(view.search.spent_seconds)} of {view.search.minutes:g} min"
     parts = [start, *place_lines(view), *(f"{name}: {text}" for name, text in rows_of(view))]
     return "  ".join(" ".join(part.split()) for part in parts)
 
@@ -252,4 +269,4 @@ def screen_of(view: MonitorView) -> Group:
     table.add_column(overflow="fold")
     for name, text in rows_of(view):
         table.add_row(name, Text(text, style="bold" if text.startswith(LOOK) else ""))
-    return Group(*lines, table)
+    return Group(*lines, table, *([table_of(view.search)] if view.search is not None else []))

@@ -34,6 +34,7 @@ from safetrain.watch.result import (
     span,
 )
 from safetrain.watch.run_folder import Run
+from safetrain.watch.standings import rows_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
@@ -62,7 +63,7 @@ def write_report(run: Run, path: Path) -> None:
     }
     functions = (
         configuration_of, coverage_of, death_of, describe_forgetting, describe_preference, describe_proof,
-        describe_rows, describe_score, history_of, memory_sizes, part_name, rows_text, span, status_of,
+        describe_rows, describe_score, history_of, memory_sizes, part_name, rows_of, rows_text, span, status_of,
         verdict_of, written_again,
     )  # fmt: skip
     pages.globals |= {"EXACT": EXACT, "SCORES": SCORES, **{function.__name__: function for function in functions}}

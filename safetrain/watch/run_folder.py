@@ -24,6 +24,7 @@ from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import Checkpoint, RunState, checkpoints_in
+from safetrain.core.records.search import Search
 from safetrain.core.records.settings import Recommendation, TrainJob, TrainSettings
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import Kind, damage_of, from_json
@@ -134,6 +135,10 @@ class RunReader:
         else:
             run = dataclasses.replace(run, **self._progress(run.summary))
         return dataclasses.replace(run, unreadable=tuple(self._unreadable))
+
+    def search(self) -> Search | None:
+        """The search of this folder; None if there is none."""
+        return self._record(f"{paths.SEARCH.name}/{paths.STANDINGS}", Search)
 
     def _results(self) -> dict[str, Any]:
         """Read what a finished run left."""

@@ -15,10 +15,10 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import Cursor, TrainingRows, row_order
 from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.paths import REFERENCES
 from safetrain.engine.batches import BatchLayout, fill, update_at, update_of_rows
 from safetrain.engine.job import Job
 from safetrain.engine.loss import PairLoss
-from safetrain.engine.run import REFERENCE_FILE
 from safetrain.engine.update import prepare
 from safetrain.engine.weight_files import adapter_arrays
 from tests.engine.exact import STILL, prepared
@@ -160,13 +160,13 @@ def test_a_killed_run_continues_bit_for_bit(tiny_model: Build, tmp_path: Path) -
     run(paired_job(tmp_path / "whole", base, DPO))
     broken = tmp_path / "broken"
     with pytest.raises(InterruptedRun):
-        run(paired_job(broken, base, DPO), stop=lambda: 2 * (broken / REFERENCE_FILE).is_file())
-    kept = (broken / REFERENCE_FILE).stat().st_mtime_ns
+        run(paired_job(broken, base, DPO), stop=lambda: 2 * (broken / REFERENCES).is_file())
+    kept = (broken / REFERENCES).stat().st_mtime_ns
     with pytest.raises(InterruptedRun):
         run(paired_job(broken, base, DPO), stop_at=3)
     result = run(paired_job(broken, base, DPO))
     require_same_run(broken, tmp_path / "whole")
-    assert (broken / REFERENCE_FILE).stat().st_mtime_ns == kept
+    assert (broken / REFERENCES).stat().st_mtime_ns == kept
     first, last = result.state.records[0], result.state.records[-1]
     assert first.valid_loss == pytest.approx(math.log(2), abs=1e-6)
     assert first.valid_margin == pytest.approx(0, abs=1e-5)

@@ -20,7 +20,7 @@ from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine,
 from safetrain.core.records.schema import OFF, SET, WHOLE, Data, Evaluate, Gate, Lora, Model, Pipeline, Preflight, Train
 from safetrain.core.records.settings import MEASURED, DryRun, Recommendation, require_plan_for, resolve, usual_warmup
 from safetrain.plan.candidates import PlanInputs, PlannedTraining, ask, candidates_at, nothing_fits, places_of_base
-from safetrain.plan.recommend import recommendation_of
+from safetrain.plan.recommend import recommendation_of, within_minutes
 from stages.recommend_config import cut_lines, recommendation_lines
 from tests.conftest import EMBEDDED
 from tests.stores import worst_update
@@ -29,8 +29,8 @@ GIB = 2**30
 OPEN = Train(
     beta=0.1, from_adapter=None,
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
-    max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
-    max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
+    max_steps=None, minutes=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None,
+    log_steps=None, max_grad_norm=1.0, dequantize_base=None, seed=1, method="lora", optimizer="adam",
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
     gradient_checkpointing=None, stream_base=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None,
     hang_minutes=2.0, trace="none", ranks=1,
@@ -420,3 +420,22 @@ def test_too_little_text_and_pins_set_no_other_end() -> None:
     assert "adapter" not in "".join(chosen.reasons.values())
     with pytest.raises(ConfigError, match=r"train\.max_seq_length is 4096"):  # longer than the context
         pretraining(10**9, max_seq_length=4096)
+
+
+def test_minutes_become_steps_with_a_schedule_for_them() -> None:
+    measured = DryRun(10**8, 10**8, 0.5, "cpu", None)
+
+    def planned(minutes: float) -> Recommendation:
+        train = dataclasses.replace(OPEN, minutes=minutes)
+        question = question_of(data(), machine(), read_model_files(EMBEDDED), train, NO_LORA_PINS)
+        return within_minutes(question, candidates_at(question, 512)[0], measured)
+
+    whole, half, less = (planned(minutes) for minutes in (1000, 2, 1.5))
+    assert whole.settings.max_steps is None
+    for chosen, minutes in ((half, 2), (less, 1.5)):
+        assert 0.97 * 60 * minutes < (chosen.total_seconds or 0.0) <= 60 * minutes
+        assert f"train.minutes = {minutes:g}" in chosen.reasons["max_steps"]
+        assert chosen.settings.warmup_steps == usual_warmup(chosen.settings.max_steps or 0)
+    assert (less.settings.max_steps or 0) < (half.settings.max_steps or 0)
+    with pytest.raises(ConfigError, match=r"train\.minutes is too short"):
+        planned(0.01)

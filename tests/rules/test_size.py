@@ -12,16 +12,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 25_740,
-    "program tokens": 199_400,
-    "program files": 127,
+    "program lines": 26_730,
+    "program tokens": 208_400,
+    "program files": 132,
     "files under 60 lines": 8,
-    "dataclasses": 138,
-    "helper modules with one importer": 14,
-    "keys of params.yaml": 60,
-    "test lines": 18_930,
-    "benchmark, tool and recipe lines": 7_500,
-    "docs words": 26_650,
+    "dataclasses": 140,
+    "helper modules with one importer": 15,
+    "keys of params.yaml": 61,
+    "test lines": 19_200,
+    "benchmark, tool and recipe lines": 7_670,
+    "docs words": 28_000,
 }
 SMALL_LINES = 60
 UNCOUNTED = {

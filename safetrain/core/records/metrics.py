@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.records.evaluation import Likeness
+from safetrain.core.records.search import Candidate
 from safetrain.core.records.settings import TrainSettings
 
 LEAST_PROVED, MOST_PROVED, TRAINED_TO_PROVED = 2**9, 2**12, 100  # tokens in an adapter check; trained tokens for each
@@ -84,12 +85,8 @@ class TrainingSummary(TrainingMetrics, TrainSettings):
     valid_rows: int = 0  # rows of each validation; 0: unknown
     valid_rows_available: int = 0
     cut_rows: int | None = None  # training rows truncated to max_seq_length; None: unknown
+    candidates: tuple[Candidate, ...] = ()  # of the search that this run comes from
     proof: Proof
-
-    @property
-    def most_tokens(self) -> int:
-        """Maximum number of tokens that are computed together."""
-        return self.batch_size * self.max_seq_length
 
     @property
     def mlx_limit_bytes(self) -> int:

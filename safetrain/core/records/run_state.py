@@ -163,6 +163,15 @@ def mirror(source: Path, target: Path) -> None:
             remove_folder(checkpoint.folder)
 
 
+def searched(identity: RunIdentity) -> Path | None:
+    """Find the candidate of a search that a run continues, as it has the same values; None if there is none."""
+    for pointer in paths.SEARCH.glob(f"*/{paths.POINTER}"):
+        state = read_or_none(pointer, RunState)
+        if state is not None and state.identity == identity:
+            return pointer.parent
+    return None
+
+
 def remove_old(kept: Path) -> None:
     """Remove what experiments have kept in ``kept`` that have not been trained for a week."""
     for folder in kept.iterdir() if kept.is_dir() else ():

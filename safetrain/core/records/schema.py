@@ -72,6 +72,7 @@ class Train:
     learning_rate: float | None = number(above=0, at_most=1)
     num_epochs: int | None = number(at_least=1, at_most=10_000)
     max_steps: int | None = number(at_least=1)
+    minutes: float | None = number(above=0)
     max_examples: int | None = number(at_least=1)
     warmup_steps: int | None = number(at_least=0)
     save_steps: int | None = number(at_least=1)

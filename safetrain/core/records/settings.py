@@ -11,6 +11,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.hosts import Hosts
 from safetrain.core.memory.system import MemoryBudget, own_limit_bytes
 from safetrain.core.records.schema import OFF, PAIRED, WHOLE, Lora, Train
+from safetrain.core.storage import paths
 
 Kind = TypeVar("Kind", "TrainSettings", "LoraSettings")
 
@@ -91,6 +92,11 @@ class TrainSettings:
     def rows_per_update(self) -> int:
         """Rows whose tokens are averaged into one optimizer update."""
         return self.batch_size * self.gradient_accumulation
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens that are computed together."""
+        return self.batch_size * self.max_seq_length
 
     @property
     def adapter(self) -> str:
@@ -277,6 +283,8 @@ class TrainJob:
     ranks: int = 1  # processes that share each update's rows
     ranks_here: int = 1  # that share this machine's memory
     rank_backend: str = "ring"  # mlx's backend for the exchange between ranks: ring, nccl, jaccl
+    folder: str = str(paths.OUTPUT)  # of checkpoints and results
+    stop_at_step: int | None = None  # of a search's candidate, which saves its state there and ends
 
 
 def gpu_environment(count: int, ours: Mapping[str, str]) -> dict[str, str]:

@@ -19,10 +19,14 @@ REPORT = OUTPUT / "report.html"
 # Names in the run's folder
 UNFINISHED, KEPT = "unfinished", "last_result"  # a run's own results until it finishes; links to finished ones
 BEST_ADAPTER = OUTPUT / UNFINISHED / ADAPTERS.name
+SEARCH = OUTPUT / "search"  # a folder for each candidate, like OUTPUT
 POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
+ROW_LOSSES = "row_losses.npy"  # of a search's candidate, after the step of a validation and "_"
+STANDINGS = "search.json"  # in SEARCH
+REFERENCES = "reference.safetensors"  # DPO: the first log-probabilities of all rows, 4 bytes each
 JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in FLIGHT
 JOURNAL = "journal.jsonl"  # in FLIGHT: events of this training run and earlier attempts, for people
 ERROR = "error.txt"  # in FLIGHT: the traceback of a library's error that we report in our words
