@@ -80,9 +80,10 @@ def compared(project: Path, name: str) -> list[list[Any]]:
         computed = sum(each.steps for each in found.candidates)
         draws = itertools.combinations(losses.values(), max(1, computed // steps))
         rows.append([
-            name, seed, values_of_best, f"{losses[mine.name]:.4f}", f"{losses[grid.best]:.4f}", behind,
-            f"{computed} of {2.5 * steps:.0f}", found.steps_for_ties, *(f"{each:.0f}" for each in reversed(times)),
-            *([""] * (2 - len(times))), f"{statistics.mean(map(min, draws)):.4f}",
+            name, seed, values_of_best, f"{losses[mine.name]:.3g}", f"{losses[grid.best]:.3g}", behind,
+            f"{computed} of {2.5 * mine.total_steps:.0f}", found.steps_for_ties,
+            *(f"{each:.0f}" for each in reversed(times)), *([""] * (2 - len(times))),
+            f"{statistics.mean(map(min, draws)):.3g}",
         ])  # fmt: skip
         print(rows[-1], flush=True)
         forget(project)
@@ -99,8 +100,7 @@ def seconds_of(project: Path, command: list[str], words: list[str]) -> float:
     return seconds
 
 
-def ignore(*_event: object) -> None:
-    """Tell nobody."""
+def ignore(*_event: object) -> None: ...
 
 
 def searched(project: Path, words: list[str]) -> Search:
