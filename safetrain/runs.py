@@ -153,10 +153,7 @@ def _made(*words: str, index: str = "") -> str:
 
 def _free_name(words: Sequence[str]) -> str:
     """A name from ``words`` that no experiment with another result has, such as ``seed-7`` or ``seed-7-2``."""
-    short = [word.removeprefix("experiment=") for word in words]
-    text = "_".join(re.sub(r"^[\w+]*\.(?=[\w.]*=)", "", word) for word in short)
-    text = re.sub(r"[^\w.-]+|\.(?!\w)", "-", text, flags=re.ASCII).replace(".lock", "-lock")  # a name for Git
-    base = text[:LONGEST_NAME].strip("-.") or "run"
+    base = name_after(words)
     here = _learnt(_text_in("", LOCK_FILE))
     for number in itertools.count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -164,6 +161,14 @@ def _free_name(words: Sequence[str]) -> str:
         if not taken or any(_learnt(_text_in(ref, LOCK_FILE)) == here for ref in taken):
             break
     return name
+
+
+def name_after(words: Sequence[str]) -> str:
+    """A name for Git, or a folder, that says the values ``words`` without their sections."""
+    short = [word.removeprefix("experiment=") for word in words]
+    text = "_".join(re.sub(r"^[\w+]*\.(?=[\w.]*=)", "", word) for word in short)
+    text = re.sub(r"[^\w.-]+|\.(?!\w)", "-", text, flags=re.ASCII).replace(".lock", "-lock")
+    return text[:LONGEST_NAME].strip("-.") or "run"
 
 
 def _learnt(lock: str) -> tuple[Any, ...]:

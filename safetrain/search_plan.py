@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from safetrain.core.storage.files import read_or_none, read_record, read_result,
 from safetrain.engine.job import load_job
 from safetrain.plan.candidates import LOAD_BYTES_PER_SECOND, START_SECONDS, PlanInputs
 from safetrain.plan.recommend import plan_run
+from safetrain.runs import name_after
 from safetrain.stage import composed, to_pipeline
 
 SCORE = "score"  # ranked by scores of answers instead of losses
@@ -125,9 +125,7 @@ def planned_candidate(values: tuple[str, ...]) -> tuple[Candidate, object]:
     """A candidate, its plan written into its folder, and the facts that it must share with the others."""
 
     def named(identity: object) -> str:
-        short = "_".join(re.sub(r"^[\w+]*\.(?=[\w.]*=)", "", word) for word in values)
-        short = re.sub(r"[^\w.-]+", "-", short, flags=re.ASCII)[:60].strip("-.")
-        return f"{short}-{hashlib.blake2b(repr(identity).encode(), digest_size=4).hexdigest()}"
+        return f"{name_after(values)}-{hashlib.blake2b(repr(identity).encode(), digest_size=4).hexdigest()}"
 
     try:
         plan, asked = _plan(values)

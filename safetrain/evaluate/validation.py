@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from safetrain.core.data.store import open_split
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import held_out_in
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.memory.estimate import mlx_limit_bytes
@@ -25,7 +26,7 @@ def main(folder: Path, settings: Evaluate) -> None:
     load_fast_blas()  # before anything imports mlx
     from safetrain.evaluate.exam import exam_of, scorer_of
     from safetrain.evaluate.examination import Examination
-    from safetrain.evaluate.scoring import general_text
+    from safetrain.evaluate.scoring import GeneralText
 
     job = read_record(folder / paths.FLIGHT / paths.JOB, TrainJob)
     plan, run, base = read_record(folder / paths.RECOMMENDED_CONFIG.name, Recommendation), job.settings, Path(job.base)
@@ -35,7 +36,7 @@ def main(folder: Path, settings: Evaluate) -> None:
     if not exam.rows:
         raise ConfigError("The validation rows have no questions.", do="rank by the loss: --by loss")
     limit_bytes = job.mlx_limit_bytes or mlx_limit_bytes(plan.predicted_peak_bytes, job.memory_budget)
-    nothing = general_text(tokenizer, 0, None)
+    nothing = GeneralText(TokenRows.of([]), (), 0)
     examination = Examination(nothing, run, limit_bytes, exam, lambda *_progress: None)
     with ending_at_once(), scorer_of(exam.task, settings, calls) as scorer:
         found = examination.answers(base, folder / paths.UNFINISHED / paths.ADAPTERS.name)
