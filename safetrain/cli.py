@@ -13,9 +13,9 @@ from typer.core import TyperGroup
 
 from safetrain.cli_models import convert, export, fetch, fuse, push
 from safetrain.cli_plan import estimate, preflight, selftest, validate
-from safetrain.cli_run import diagnose, discard, result, run, runs, search, set_, stage
+from safetrain.cli_run import discard, result, run, runs, search, set_, stage
 from safetrain.cli_talk import ask, chat
-from safetrain.cli_watch import monitor, report
+from safetrain.cli_watch import diagnose, monitor, page, report
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import print_text
 from safetrain.core.params_file import PARAMS, left_behind
@@ -27,7 +27,7 @@ HELP = {"help_option_names": ["-h", "--help"]}  # every command inherits it
 
 # Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
-    "A project": (init, update),
+    "A project": (init, update, page),
     "Before training": (fetch, convert, validate, preflight, estimate, selftest),
     "Train": (run, search, set_, runs),
     "Inspect a run": (monitor, result, report),

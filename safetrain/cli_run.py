@@ -1,4 +1,4 @@
-"""The commands of `safetrain` that train or explain a run: run, set, runs, result, diagnose and discard."""
+"""The commands of `safetrain` that train, and keep or drop what was trained: run, set, runs, result, discard."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from enum import StrEnum
 from functools import reduce
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from safetrain.core.errors import AlreadyRunningError, ConfigError, SafetrainError
-from safetrain.core.formatting import RUN, Tell, counted, json_lines, print_text, run_again, similar_path
+from safetrain.core.errors import ConfigError, SafetrainError
+from safetrain.core.formatting import RUN, Tell, counted, json_lines, print_text, similar_path
 from safetrain.core.lock import locked, require_no_training, training_lock
 from safetrain.core.params_file import (
     PARAMS,
@@ -29,9 +29,9 @@ from safetrain.core.params_file import (
     with_value,
     write_params,
 )
-from safetrain.core.records.run_state import discard_run, is_finished
+from safetrain.core.records.run_state import discard_run
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none, write_record
+from safetrain.core.storage.files import write_record
 from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import make_project, params, require_current, require_project, stage_module, start_dvc
 
@@ -46,6 +46,8 @@ def run(
     values: Annotated[list[str] | None, Argument(help="KEY=VALUE or experiment=NAME, for this run only")] = None,
     data: Annotated[str | None, Option(help="file or folder, or hub:OWNER/NAME; written into params.yaml")] = None,
     model: Annotated[str | None, Option(help="folder, or hub:OWNER/NAME; written into params.yaml")] = None,
+    plan: Annotated[bool, Option("--plan", help="check and plan, and stop before training")] = False,
+    name: Annotated[str, Option(help="record the run under this name; default: after its values, if it has any")] = "",
     as_json: Annotated[bool, Option("--json", help="print a JSON object per event; the last is the verdict")] = False,
 ) -> None:
     """Run the pipeline: stages whose inputs have changed, from data to charts.
@@ -57,7 +59,7 @@ def run(
     from safetrain.stage import composed, to_pipeline
 
     words = values or []
-    command = shlex.join(["safetrain", "run", *words])
+    command = shlex.join(["safetrain", "run", *words, *([f"--name={name}"] if name else [])])
     with json_lines(asked=as_json) as tell:
         paths_given = _existing({"data.path": data, "model.path": model})
         require_current()
@@ -68,29 +70,31 @@ def run(
             jobs = jobs_of(words)
             for job in jobs:
                 to_pipeline(composed(job))  # a wrong value is an error before the first run
-            if words and (why := why_unrecorded()):
+            if (words or name) and (why := why_unrecorded()):
                 print(f"Experiments are not recorded: {why}. All else works.")
-            _run_in_turn(jobs, command, tell)
+            _run_in_turn(jobs, command, tell, "recommend_config" if plan else "", name)
+    if plan:
+        return
     if len(jobs) == 1:
         result()
     else:
         print_text(described())
 
 
-def _run_in_turn(jobs: list[list[str]], command: str, tell: Tell | None) -> None:
-    """Run the pipeline with the values of each job; after a failure, say which jobs remain."""
+def _run_in_turn(jobs: list[list[str]], command: str, tell: Tell | None, until: str, name: str) -> None:
+    """Run the pipeline, up to the stage ``until``, with each job's values; after a failure, say which jobs remain."""
     for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
             print(f"\n== run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
         if tell:
             tell({"event": "run", "values": job, "number": number, "of": len(jobs)})
         try:
-            _run_once(job, command)
+            _run_once(job, command, until, name)
         except SafetrainError as error:
             if left := [shlex.join(each) for each in jobs[number:]]:
                 print(f"error: the run with {' '.join(job)} failed; not run: {'; '.join(left)}", file=sys.stderr)
             raise error
-        if tell:
+        if tell and not until:
             tell({"event": "verdict", **_verdict()})
 
 
@@ -146,15 +150,16 @@ def search(
     result()
 
 
-def _run_once(words: list[str], command: str) -> None:
-    """Run the pipeline with the values ``words``, which params.yaml has meanwhile, and record it."""
+def _run_once(words: list[str], command: str, until: str = "", name: str = "") -> None:
+    """Run the pipeline, with values that params.yaml has meanwhile, and record it; or only up to a stage."""
     from safetrain.runs import record, reproduce, why_unrecorded
     from safetrain.stage import composed, to_pipeline
 
     config = composed(words)
     _require_inputs(to_pipeline(config), words)
-    if not words:
-        reproduce()
+    if until or not (words or name):
+        with lent(_with_values(config), command) if words else nullcontext():
+            reproduce(*[until] * bool(until))
         return
     text = _with_values(config)
     with lent(text, command):
@@ -167,7 +172,7 @@ def _run_once(words: list[str], command: str) -> None:
         try:
             if read_params() != text:
                 raise ConfigError("params.yaml was edited during the run.")
-            print_text(f"recorded as {record(words)}: safetrain runs")
+            print_text(f"recorded as {record(words, name)}: safetrain runs")
         except SafetrainError as error:  # the result is there
             print_text(f"not recorded as an experiment: {error}", sys.stderr)
 
@@ -282,12 +287,13 @@ def _instead(key: str, value: str) -> str:
 
 def runs(
     back: Annotated[str | None, Option(metavar="NAME", help="bring back the values and the result of this run")] = None,
+    as_json: Annotated[bool, Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """List the recorded runs, or go back to one.
 
     A run with values of its own is recorded as an experiment of DVC, if the project is under Git.
     """
-    from safetrain.runs import described, go_back, why_unrecorded
+    from safetrain.runs import described, go_back, listed, why_unrecorded
 
     params()  # an unreadable file is an error with its line
     if back is not None:
@@ -295,6 +301,9 @@ def runs(
         with _own_params():
             go_back(back)
         print_text(f"params.yaml and checkpoints_qlora are those of {back}: safetrain result")
+        return
+    if as_json:
+        print(json.dumps({"runs": listed(), "unrecorded": why_unrecorded()}, ensure_ascii=False, indent=2))
         return
     print_text(described())
     if why := why_unrecorded():
@@ -344,33 +353,6 @@ def _verdict(run: "Run | None" = None) -> dict[str, Any]:
     code, title, reasons = results.gate(run, to_pipeline(composed([])).gate)
     facts = {"verdict": title, "exit_code": code, "reasons": reasons, "command": run_of_result()}
     return {**facts, "training": asdict(run.summary), "evaluation": asdict(run.evaluation)}  # type: ignore[arg-type]
-
-
-def diagnose(
-    as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
-) -> None:
-    """Explain why the last training run died, even after a reboot."""
-    from safetrain.core.postmortem import PostMortem, describe
-
-    require_project()
-    from safetrain.guard.postmortem import explain_unclosed
-
-    path = paths.OUTPUT / POSTMORTEM
-    try:
-        with training_lock(paths.OUTPUT):
-            death = explain_unclosed(paths.OUTPUT, run_again()) or read_or_none(path, PostMortem)
-    except AlreadyRunningError as running:
-        print(running.what, "What follows is about the previous training run.", file=sys.stderr)
-        death = read_or_none(path, PostMortem)
-    if death is None:
-        print("null" if as_json else "No training run has failed here.")
-        return
-    if as_json:
-        print(path.read_text(encoding="utf-8"), end="")
-        return
-    print_text(describe(death))
-    if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
-        print("A training run has finished since then: safetrain result")
 
 
 def discard() -> None:

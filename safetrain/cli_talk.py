@@ -12,7 +12,7 @@ from typer import Option
 
 from safetrain.cli_models import AdapterFolder, BaseFolder
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.formatting import EMPTY_ANSWER, print_text, size_text
+from safetrain.core.formatting import EMPTY_ANSWER, print_text, printable, size_text
 from safetrain.core.params_file import PARAMS
 from safetrain.core.records.schema import CHECKER, TEXT, TOOLS, Evaluate
 from safetrain.core.storage import paths
@@ -112,8 +112,25 @@ def ask(
         answer = _answerer(opened, asked, evaluation, max_new_tokens, samples)
         if jsonl:
             _print_rows(rows, prompts, answer, asked, evaluation)
-        else:
+        elif samples or rows[0].get("options"):
             print_text("\n".join(label + line for line in answer(rows[0], prompts[0]).lines(question)))
+        else:
+            _print_as_it_comes(label, question, prompts[0], opened, asked, max_new_tokens)
+
+
+def _print_as_it_comes(
+    label: str, question: str, prompt: list[int], opened: "BaseModel", asked: TalkOptions, most: int
+) -> None:
+    """Print an answer token by token, after the question if the model continues it."""
+    from safetrain.engine.upstream.generation import Conversation
+    from safetrain.watch.chat import AnswerText
+
+    text = AnswerText(asked.tokenizer)
+    text.text = question if asked.prompts.continues else ""
+    print(label + printable(text.text), end="", flush=True)
+    for token in Conversation(opened, asked.prompts.stop_ids, asked.context, most, 0.0).answer(prompt):
+        print(printable(text.add(token)), end="", flush=True)
+    print("" if text.text else EMPTY_ANSWER, flush=True)
 
 
 @dataclass(frozen=True)

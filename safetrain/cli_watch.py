@@ -1,4 +1,4 @@
-"""The commands of `safetrain` that look at a run: monitor and report."""
+"""The commands of `safetrain` that look at a run: monitor, report, page and diagnose."""
 
 import sys
 import time
@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import print_text, similar_path
+from safetrain.core.errors import AlreadyRunningError, ConfigError
+from safetrain.core.formatting import print_text, run_again, similar_path
+from safetrain.core.lock import training_lock
+from safetrain.core.records.run_state import is_finished
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_or_none
+from safetrain.core.storage.paths import POSTMORTEM
 from safetrain.project import require_project
 
 if TYPE_CHECKING:
@@ -95,3 +99,49 @@ def report() -> None:
     require_project()
     write_report(read_evaluated(), paths.REPORT)
     print(f"{paths.REPORT}: open it in a browser")
+
+
+def page(
+    port: Annotated[int | None, Option(min=1, max=65535, help="port; default: the first free one from 8710")] = None,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="open it in the browser")] = True,
+) -> None:
+    """Show this project in the browser: check data, plan, train, watch, compare, ask.
+
+    The page is for you alone: it listens on this machine only, and its address has a secret. It runs the commands that
+    you could type. Closing it stops nothing.
+    """
+    from safetrain.page.server import serve
+
+    try:
+        serve(port, opens_browser=browser)
+    except OSError as error:
+        if port is None:
+            raise
+        raise ConfigError(f"Port {port} cannot be used: {error.strerror}.", do="leave --port out") from None
+
+
+def diagnose(
+    as_json: Annotated[bool, Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
+) -> None:
+    """Explain why the last training run died, even after a reboot."""
+    from safetrain.core.postmortem import PostMortem, describe
+    from safetrain.guard.postmortem import explain_unclosed
+
+    require_project()
+
+    path = paths.OUTPUT / POSTMORTEM
+    try:
+        with training_lock(paths.OUTPUT):
+            death = explain_unclosed(paths.OUTPUT, run_again()) or read_or_none(path, PostMortem)
+    except AlreadyRunningError as running:
+        print(running.what, "What follows is about the previous training run.", file=sys.stderr)
+        death = read_or_none(path, PostMortem)
+    if death is None:
+        print("null" if as_json else "No training run has failed here.")
+        return
+    if as_json:
+        print(path.read_text(encoding="utf-8"), end="")
+        return
+    print_text(describe(death))
+    if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > death.ended_seconds:
+        print("A training run has finished since then: safetrain result")

@@ -126,13 +126,13 @@ def why_unrecorded() -> str:
     return "" if git("rev-parse", "--verify", "--quiet", "HEAD") else "Git has no commit yet"
 
 
-def record(words: Sequence[str]) -> str:
-    """Record what the workspace holds as an experiment of DVC, named after ``words``; returns the name.
+def record(words: Sequence[str], name: str = "") -> str:
+    """Record what the workspace holds as an experiment of DVC, as ``name`` or after ``words``; returns the name.
 
     `dvc exp save` moves uncommitted files into a stash and back: a kill in between would lose them. This only adds a
     commit. Raises SafetrainError.
     """
-    name, head = _free_name(words), _made("rev-parse", "HEAD")
+    name, head = _free_name([name] if name else words), _made("rev-parse", "HEAD")
     with tempfile.TemporaryDirectory() as scratch:
         index = f"{scratch}/index"  # the user's own index stays as it is
         _made("read-tree", head, index=index)
@@ -183,18 +183,25 @@ def _experiments() -> list[str]:
     return [ref for ref in listed.split() if EXPERIMENT.fullmatch(ref)]
 
 
-def described() -> str:
-    """What the workspace and each experiment reached, and ran with, where that differs from params.yaml: in lines."""
-    now = values_in(read_params())
-    places = [("workspace", ""), *((ref.rpartition("/")[2], ref) for ref in _experiments())]
-    width = max(len(name) for name, _ in places)
-    lines = [f"{'run':<{width}}  {'better by':<14}  {'score':>11}  test loss  values that differ from params.yaml"]
-    for name, ref in places:
+def listed() -> list[dict[str, str]]:
+    """What the workspace and each experiment reached, and ran with, where that differs from params.yaml."""
+    now, rows = values_in(read_params()), list[dict[str, str]]()
+    for name, ref in [("workspace", ""), *((ref.rpartition("/")[2], ref) for ref in _experiments())]:
         lock, scores = (_text_in(ref, file) for file in (LOCK_FILE, paths.EVALUATION))
-        better, match, loss = _reached(scores)
+        better, score, loss = _reached(scores)
         ran = _values_of(lock).items()
-        differing = " ".join(f"{key}={value}" for key, value in ran if now.get(key, value) != value)
-        lines.append(f"{name:<{width}}  {better:<14}  {match:>11}  {loss:>9}  {differing}".rstrip())
+        values = " ".join(f"{key}={value}" for key, value in ran if now.get(key, value) != value)
+        rows.append({"run": name, "better_by": better, "score": score, "test_loss": loss, "values": values})
+    return rows
+
+
+def described() -> str:
+    """The same in lines."""
+    rows = listed()
+    width = max(len(row["run"]) for row in rows)
+    lines = [f"{'run':<{width}}  {'better by':<14}  {'score':>11}  test loss  values that differ from params.yaml"]
+    for run, better, score, loss, values in (row.values() for row in rows):
+        lines.append(f"{run:<{width}}  {better:<14}  {score:>11}  {loss:>9}  {values}".rstrip())
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 # The order in which workers take up files: what takes longest first, so that none is left with it at the end. A file is
 # run by one worker, in its order: some build on what was made once.
 LONG_FIRST = (
-    "pipeline/test_dvc", "pipeline/", "test_chaos", "test_notebooks", "engine/test_preferences", "stages/",
+    "page/", "pipeline/test_dvc", "pipeline/", "test_chaos", "test_notebooks", "engine/test_preferences", "stages/",
     "engine/test_configs_read", "engine/test_ranks", "export/test_gguf", "test_talk", "guard/", "data/", "plan/",
 )  # fmt: skip
 

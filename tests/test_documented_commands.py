@@ -37,7 +37,7 @@ RUN_ELSEWHERE = (
     "safetrain update", "mlx_lm.generate",
 )  # fmt: skip
 HERE = Path(__file__)
-THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
+THIRD_PARTY = {"hf", "uv", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama", "ssh"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
 SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "split", "tar", "%cd", *OF_A_RUN}
 OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight|watch)\.\w+=\S.*|experiment=\w+")

@@ -66,8 +66,11 @@ COMMANDS = """
 - `safetrain result --json`: `verdict` (better, not better, could not be determined, forgets), `exit_code` of `--gate`,
   `reasons`, `command` that makes this run, `training` (training_summary.json), `evaluation` (evaluation.json)
 - `safetrain estimate --json`: `fits`, `may_fit` (a dry run decides), `needed_bytes`, `budget_bytes`,
-  `predicted_peak_bytes`, `memory_terms`, `settings` that decide the memory, `would_fit` (changes, if it does not)
-- `safetrain validate --json`: `rows` (`where`, `trained`, `stops`, `findings`), `findings` (Finding)
+  `predicted_peak_bytes`, `memory_terms`, `settings` that decide the memory, `would_fit` (changes, if it does not),
+  `step_seconds` (a guess from the speed of this machine; null if that is unknown)
+- `safetrain validate --json`: `count`, `noun`, `tokens`, `labels`, `rows` (`where`, `trained`, `stops`, `findings`),
+  `findings` (Finding), `texts` of rows by their place
+- `safetrain runs --json`: `runs` (`run`, `better_by`, `score`, `test_loss`, `values`), `unrecorded` (why, if so)
 - `safetrain preflight --json`: preflight_report.json
 - `safetrain diagnose --json`: postmortem.json; null if no run has died
 """.strip()

@@ -1,10 +1,12 @@
 """The command `safetrain validate`: prints findings as text or JSON, or writes a repaired copy and a log of changes."""
 
 import collections
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,18 @@ from safetrain.core.formatting import counted, print_text, printable
 from safetrain.core.storage.files import write_atomic
 from safetrain.data.checks import without_invisible
 from safetrain.data.compare import plain_digest
-from safetrain.data.files import rows_of
-from safetrain.data.findings import ERROR, MOST_PLACES, SHOWN_PLACES, Findings, Place, Spot, require_kinds, summary
+from safetrain.data.files import rows_of, texts_at
+from safetrain.data.findings import (
+    ERROR,
+    MOST_LETTERS,
+    MOST_PLACES,
+    SHOWN_PLACES,
+    Findings,
+    Place,
+    Spot,
+    require_kinds,
+    summary,
+)
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import Row, RowError
 from safetrain.data.tokenize import DataSettings, ReadRow
@@ -84,7 +96,7 @@ def refuse_idle(options: Mapping[str, object], when: str) -> None:
 
 
 def _as_json(validation: Validation) -> str:
-    """The sampled rows and all findings, as one JSON object."""
+    """The sampled rows and all findings, with the texts at the first places of each, as one JSON object."""
     rows = [
         {
             "where": row.spot.text(),
@@ -94,7 +106,16 @@ def _as_json(validation: Validation) -> str:
         }
         for row in validation.rows
     ]
-    return json.dumps({"rows": rows, "findings": list(map(asdict, validation.findings))}, ensure_ascii=False, indent=2)
+    places = dict[str, dict[Place, str]]()
+    for spot in itertools.chain.from_iterable(spots[:SHOWN_PLACES] for spots in validation.found.values()):
+        places.setdefault(spot.file, {})[spot.place] = spot.text()
+    texts = dict[str, str]()
+    for file, named in places.items():
+        with suppress(DataError, OSError):  # a finding says why the file cannot be read
+            texts |= {named[place]: text for place, text in texts_at(Path(file), named, MOST_LETTERS).items()}
+    facts = {"count": validation.count, "noun": validation.noun, "tokens": validation.tokens}
+    found = {"labels": validation.labels, "findings": list(map(asdict, validation.findings)), "texts": texts}
+    return json.dumps({**facts, **found, "rows": rows}, ensure_ascii=False, indent=2)
 
 
 def _print(validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:

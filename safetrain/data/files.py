@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +61,19 @@ def rows_of(path: Path, *, documents: bool = False) -> Iterator[Placed]:
     if place is None:
         do = "write rows into it: JSON objects, one on each line, or a table with a header; or remove the file"
         raise DataError("The data file has no rows.", where=path, do=do)
+
+
+def texts_at(path: Path, places: Container[Place], most: int) -> dict[Place, str]:
+    """The first ``most`` characters of the rows at ``places``; of a row that cannot be read, its line as it is."""
+    found = {place: value for place, value in rows_of(path, documents=True) if place in places}
+    lines, encoding = {place.line for place, value in found.items() if isinstance(value, RowError)}, _start(path)[1]
+    raw = dict(each for each in enumerate(_lines(path, encoding), 1) if each[0] in lines) if lines and encoding else {}
+    texts = dict[Place, str]()
+    for place, value in found.items():
+        value = value.as_json() if isinstance(value, Row) else value
+        is_error = isinstance(value, RowError)
+        texts[place] = raw.get(place.line, "") if is_error else json.dumps(value, ensure_ascii=False, default=str)
+    return {place: text if len(text) <= most else f"{text[:most]} …" for place, text in texts.items()}
 
 
 def _rows(path: Path) -> Iterator[Placed]:

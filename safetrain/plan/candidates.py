@@ -330,11 +330,16 @@ def dry_run_seconds(question: PlannedTraining, fit: Estimate) -> float:
     """Expected seconds of a dry run, from the speed of a large matrix product; 0 if the speed is unknown."""
     if not fit.machine.gemm_gflops:
         return 0.0
-    operations = (FLOPS_PER_WEIGHT + 2 * fit.settings.gradient_checkpointing) * fit.model.parameters
-    largest = fit.micro_batch.tokens * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
+    largest = seconds_of(fit, fit.micro_batch.tokens)
     updates = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
     loading = base_bytes(fit.but(method="lora", compute_dtype=None)) / LOAD_BYTES_PER_SECOND
     return START_SECONDS + loading + updates * largest
+
+
+def seconds_of(fit: Estimate, tokens: int) -> float:
+    """Expected seconds of training on so many tokens, from the speed of a large matrix product."""
+    operations = (FLOPS_PER_WEIGHT + 2 * fit.settings.gradient_checkpointing) * fit.model.parameters
+    return tokens * operations / (ATTAINED * fit.machine.gemm_gflops * 1e9)
 
 
 def nothing_passed(question: PlannedTraining) -> MachineError:

@@ -17,7 +17,7 @@ from safetrain.core.model.shapes import FAMILIES, OWN_IDS, PRESETS, config_of
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, MEMORY_ONLY, SMALLEST, LoraSettings
-from safetrain.plan.candidates import ROWS_PER_UPDATE, Estimate, usual_dtype, what_would_fit
+from safetrain.plan.candidates import ROWS_PER_UPDATE, Estimate, seconds_of, usual_dtype, what_would_fit
 from safetrain.plan.hub import fetched_config
 
 HUB = "hub:"  # before a Hub ID
@@ -89,8 +89,18 @@ def facts_of(run: Estimate) -> dict[str, Any]:
         "predicted_peak_bytes": run.peak_bytes,
         "memory_terms": run.terms,
         "settings": {name: getattr(run.settings, name) for name in MEMORY_ONLY},
+        "step_seconds": _step_seconds(run),
         "would_fit": [] if run.fits else what_would_fit(run),
     }
+
+
+def _step_seconds(run: Estimate) -> float | None:
+    """Seconds of a step of ROWS_PER_UPDATE full rows, at the speed of a large matrix product; None if it is unknown."""
+    if not run.machine.gemm_gflops:
+        return None
+    rows = run.but(batch_size=ROWS_PER_UPDATE).micro_batch.tokens
+    reading = read_bytes(run, run.micro_batch) / DISK_BYTES_PER_SECOND if run.settings.stream_base else 0.0
+    return round(max(reading, seconds_of(run, rows)), 3)
 
 
 def _require_known(run: Estimate) -> None:

@@ -5,7 +5,7 @@ import re
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetrain.core.events import Died
 from safetrain.core.formatting import (
@@ -36,6 +36,9 @@ from safetrain.watch.result import (
 from safetrain.watch.run_folder import Run
 from safetrain.watch.standings import rows_of
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
 MOST_LETTERS, MOST_LINES = 600, 40
@@ -43,13 +46,16 @@ Row = tuple[str, ...]
 
 
 def write_report(run: Run, path: Path) -> None:
-    """Write the page about a run, whole or not at all. The same records give the same bytes.
+    """Write the page about a run, whole or not at all. The same records give the same bytes."""
+    text = templates().get_template("report.html").render(run=run, title=title_of(run), pictures=pictures(run))
+    write_text(path, re.sub(r"\n\s*\n+", "\n", text))
 
-    Values from records are text in it, never markup.
-    """
+
+def templates(*more: Path) -> "Environment":
+    """The templates of the report, and those in more folders. Values are text in them, never markup."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+    pages = Environment(loader=FileSystemLoader([*more, TEMPLATES]), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     pages.finalize = lambda value: printable(value) if type(value) is str else value  # markup is no plain str
     pages.filters |= {
@@ -67,8 +73,7 @@ def write_report(run: Run, path: Path) -> None:
         verdict_of, written_again,
     )  # fmt: skip
     pages.globals |= {"EXACT": EXACT, "SCORES": SCORES, **{function.__name__: function for function in functions}}
-    text = pages.get_template("report.html").render(run=run, title=title_of(run), pictures=pictures(run))
-    write_text(path, re.sub(r"\n\s*\n+", "\n", text))
+    return pages
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:

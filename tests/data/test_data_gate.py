@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from safetrain.cli import app
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.core.text.tokenizer import Controls
@@ -78,6 +80,17 @@ def test_what_rows_repeat_is_found_with_what_they_repeat(write_jsonl: Write, mon
     short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]  # commoner, but no sentence
     dominates = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
     assert (dominates.count, "share 1 answer (15 % of all rows)" in dominates.message) == (25, True)
+
+
+def test_the_json_of_findings_has_the_texts_at_their_places(write_jsonl: Write) -> None:
+    rows: list[object] = [chat("What is this?", "A row."), "{broken", chat("What is this?", "A row.")]
+    path = write_jsonl("rows.jsonl", rows)
+    done = CliRunner().invoke(app, ["validate", str(path), "--model", str(EMBEDDED), "--json"])
+    told = json.loads(done.stdout)
+    places = {each["id"]: each["where"][0] for each in told["findings"]}
+    assert told["texts"][places["ROW-UNREADABLE"]].strip() == "{broken"
+    assert json.loads(told["texts"][places["REPEATED-ROWS"]]) == rows[2]
+    assert (told["count"], told["noun"], done.exit_code) == (3, "row", 1)
 
 
 def test_hardly_any_clean_row_is_warned_of(write_jsonl: Write) -> None:

@@ -3,6 +3,7 @@
 The tests of this file build on each other, in their order.
 """
 
+import json
 import os
 import re
 import shutil
@@ -215,6 +216,21 @@ def test_it_works_without_git(workspace: Workspace, before: bytes, tmp_path: Pat
             [program, "runs"], cwd=folder, env=environment, capture_output=True, text=True, check=True
         )
         assert re.search(r"workspace .*train\.seed=7(.|\n)*not recorded", listed.stdout)
+
+
+def test_a_run_without_values_is_recorded_under_a_name_and_a_plan_trains_nothing(workspace: Workspace) -> None:
+    summary = workspace.folder / "checkpoints_qlora/training_summary.json"
+    workspace.succeed("safetrain", "run", "--name=plain")
+    before = summary.read_bytes()
+    workspace.succeed("safetrain", "run", "--plan", "train.batch_size=8", "train.gradient_accumulation=2")
+    assert workspace.json("recommended_config.json")["settings"]["batch_size"] == 8
+    assert summary.read_bytes() == before
+    assert workspace.cli("runs").count("plain ") == 1
+    told = json.loads(workspace.cli("runs", "--json"))
+    rows = {row["run"]: row for row in told["runs"]}
+    assert set(rows) >= {"workspace", "plain", "minimal_seed-7"}
+    assert rows["plain"]["test_loss"] == rows["workspace"]["test_loss"]
+    assert rows["minimal_seed-7"]["values"].split()[-1].startswith("train.")
 
 
 def test_missing_data_is_said_with_a_remedy_and_dvc_s_own_errors_are_quoted(workspace: Workspace) -> None:

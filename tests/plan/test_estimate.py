@@ -18,7 +18,7 @@ from safetrain.core.records.reports import Machine
 from safetrain.core.records.settings import SMALLEST, LoraSettings, Recommendation, Shape, resolve
 from safetrain.plan.candidates import Estimate, usual_dtype, what_would_fit
 from safetrain.plan.child import cuda_budget_bytes
-from safetrain.plan.estimate import estimate_of, model_to_estimate
+from safetrain.plan.estimate import estimate_of, facts_of, model_to_estimate
 from safetrain.plan.machine import EXAMPLE, described_machines, machine_named
 from tests.conftest import EMBEDDED, ROOT
 from tests.core.readings import T4
@@ -83,6 +83,14 @@ def test_the_command_says_by_its_exit_code_whether_it_fits(monkeypatch: pytest.M
     assert code("800m", "--method", "pretrain", "--tokens", "2048", "--machine", "m1-8gb") == 1
     assert code("models/encyclopedia-3m", "--machine", "m1-8gb") == 0
     assert code("models/encyclopedia-3m", "--memory-gb", "0.15", "--machine", "m1-8gb", "--batch-size", "64") == 1
+
+
+def test_the_time_of_a_step_is_that_of_its_products_and_unknown_for_a_described_machine() -> None:
+    model = read_model_plan(EMBEDDED)
+    slow, fast = (dataclasses.replace(usual_machine(8, "cpu"), gemm_gflops=speed) for speed in (50.0, 100.0))
+    seconds = [facts_of(estimate_of(model, machine))["step_seconds"] for machine in (slow, fast)]
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+    assert facts_of(estimate_of(model, usual_machine(8, "cpu")))["step_seconds"] is None
 
 
 def shortage(folder: Path, bits: int | None, gib: float, length: int = 1024) -> Estimate:

@@ -1,4 +1,4 @@
-"""The import rule: stages, cli -> data, plan, create, guard, watch, evaluate, export -> core; siblings never.
+"""The import rule: stages, cli, page -> data, plan, create, guard, watch, evaluate, export -> core; siblings never.
 
 evaluate and export stand on the engine, and these three alone import mlx.
 """
@@ -27,10 +27,16 @@ def test_core_imports_no_other_room() -> None:
 def test_siblings_never_import_each_other() -> None:
     for room in ROOMS:
         below = {room, "engine"} if room in ON_THE_ENGINE else {room}
-        others = tuple(f"safetrain.{other}" for other in ROOMS if other not in below)
+        others = tuple(f"safetrain.{other}" for other in (*ROOMS, "page") if other not in below)
         for file in python_files(f"safetrain/{room}"):
             for name in imported_modules(file):
                 assert not name.startswith((*others, "stages", "safetrain.cli")), f"{file} imports {name}"
+
+
+def test_the_page_stands_on_the_rooms_alone() -> None:
+    above = ("safetrain.engine", "safetrain.cli_", "safetrain.search", "stages")
+    for file in python_files("safetrain/page"):
+        assert not [name for name in imported_modules(file) if name.startswith(above)], file
 
 
 def test_only_the_engine_and_what_stands_on_it_import_mlx() -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 26_730,
-    "program tokens": 208_400,
-    "program files": 132,
+    "program lines": 27_720,
+    "program tokens": 217_300,
+    "program files": 135,
     "files under 60 lines": 8,
-    "dataclasses": 140,
-    "helper modules with one importer": 15,
+    "dataclasses": 141,
+    "helper modules with one importer": 16,
     "keys of params.yaml": 61,
-    "test lines": 19_200,
-    "benchmark, tool and recipe lines": 7_670,
+    "test lines": 19_900,
+    "benchmark, tool and recipe lines": 7_860,
     "docs words": 28_000,
 }
 SMALL_LINES = 60
