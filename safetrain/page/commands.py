@@ -5,6 +5,7 @@ closed, or another one, shows the same.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -56,6 +57,9 @@ EXPORTS = {  # words of the command, and what it writes
 Form = Mapping[str, list[str]]
 
 
+_ENDINGS = dict[str, threading.Thread]()  # that wait for the last command of each slot
+
+
 @dataclass(frozen=True)
 class Child:
     """A command of the page, and the end of what it printed. ``exit_code`` is None if its end was not seen."""
@@ -81,13 +85,17 @@ def start(slot: str, words: list[str], into: Path | None = None) -> None:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("The last command of this part of the page is still running.") from None
+        if slot in _ENDINGS:
+            _ENDINGS[slot].join()  # the end of the last command is in its log
+        (FOLDER / f"{slot}.pid").unlink(missing_ok=True)
         log.truncate(0)
         log.write(f"{json.dumps(words)}\n".encode())
         log.flush()
         with into.with_suffix(PART).open("wb") if into else nullcontext(log) as out:
             child = _process(words, out, log)
         (FOLDER / f"{slot}.pid").write_text(str(child.pid))
-    threading.Thread(target=_note_end, args=(child, slot, into), daemon=True).start()
+    _ENDINGS[slot] = threading.Thread(target=_note_end, args=(child, slot, into), daemon=True)
+    _ENDINGS[slot].start()
     if slot not in (STATUS, ESTIMATE):
         with HISTORY.open("a", encoding="utf-8") as history:
             history.write(f"{shlex.join(words)}\n")
@@ -128,11 +136,11 @@ def read(slot: str) -> Child | None:
 
 
 def printed(file: Path) -> Any:
-    """The JSON that a command has printed; None if there is none."""
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
+    """The JSON that a command has printed, also one whose end the page has not seen; None if there is none."""
+    for path in (file.with_suffix(PART), file):
+        with suppress(OSError, ValueError):
+            return json.loads(path.read_bytes())
+    return None
 
 
 def estimate_file(model: str, machine: str = "") -> Path:
@@ -169,10 +177,13 @@ def refresh() -> None:
     """Let DVC say which stages would run, and estimate each model, unless that is known or something runs."""
     if not PARAMS.is_file() or is_held(RUN_LOCK) or is_held(FOLDER / f"{STATUS}.log"):
         return
-    read_by_dvc = [PARAMS, *map(Path, ("dvc.lock", "dvc.yaml", "data", "models")), paths.OUTPUT]
-    newest = max(path.stat().st_mtime for path in read_by_dvc if path.exists())
+    read_by_dvc = itertools.chain(
+        *(Path().glob(f"{depth}*") for depth in ("", "data/", "data/*/", "models/*/", "conf/*/"))
+    )
+    last = read(STATUS)
     with suppress(OSError, ConfigError):
-        if not (log := FOLDER / f"{STATUS}.log").exists() or log.stat().st_mtime < newest:
+        newest = max(path.stat().st_mtime for path in read_by_dvc if path != Path(".dvc"))
+        if last is None or last.exit_code is None or (FOLDER / f"{STATUS}.pid").stat().st_mtime < newest:
             start(STATUS, ["dvc", "status", "--json"], FOLDER / "status.json")
     unknown = [model for model in models() if not estimate_file(model).exists()]
     with suppress(OSError, ConfigError):
@@ -226,11 +237,16 @@ def _columns(form: Form) -> list[str]:
     return ["safetrain", "set", *shlex.split(override("data.columns", names or None))]
 
 
+def repaired_name(source: str) -> str:
+    """Where the repaired copy of a file goes."""
+    return str(free_name(Path("data", f"{Path(source).name.partition('.')[0]}-repaired.jsonl")))
+
+
 def _repair(form: Form) -> list[str]:
     source, dropped = inside(_one(form, "path")), [each for each in form.get("drop", []) if each in KINDS]
-    into = free_name(Path("data", f"{Path(source).name.partition('.')[0]}-repaired.jsonl"))
+    into = repaired_name(source)
     drops = ["--drop-bad" if each == "ROW-UNREADABLE" else f"--drop={each}" for each in dropped]
-    return ["safetrain", "validate", source, "--fix", str(into), *dict.fromkeys(drops)]
+    return ["safetrain", "validate", source, "--fix", into, *dict.fromkeys(drops)]
 
 
 def _estimate(form: Form) -> list[str]:
@@ -280,7 +296,7 @@ BUTTONS: dict[str, tuple[str, Callable[[Form], list[str]]]] = {  # slot and word
     "export": (EXPORT, lambda form: export_words(_one(form, "kind"))),
     "ask": (ASK, lambda form: ["safetrain", "ask", "--base", "--", _one(form, "question")]),
 }
-CHANGE_THE_PLAN = ("use_data", "use_model", "set", "columns")
+CHANGE_THE_PLAN = ("use_data", "use_model", "set")
 CANCELLED = (CHECK, FETCH, EXPORT, ASK)
 
 
@@ -302,12 +318,12 @@ def press(button: str, form: Form) -> tuple[str, bool]:
     if button == "init":  # there is no place for a log yet: a project's folders make it one
         made = _process(words, subprocess.PIPE, subprocess.STDOUT)
         return f"$ {shlex.join(words)}\n{made.communicate()[0].decode()}", bool(made.returncode)
-    if slot == RUN or button in CHANGE_THE_PLAN:
+    if slot == RUN or words[1:2] == ["set"]:
         stop(STATUS, 5.0)  # it has DVC's lock
         stop(RUN if is_planning() else "", SHORT_SECONDS)
     model, machine = ("".join(form.get(name, [])) for name in ("model", "machine"))
     start(slot, words, {CHECK: FOLDER / "check.json", ESTIMATE: estimate_file(model, machine)}.get(slot))
-    return _said(button, words) if slot == OTHER else (f"$ {shlex.join(words)}", False)
+    return _said(button, words, form) if slot == OTHER else (f"$ {shlex.join(words)}", False)
 
 
 def _stop_run() -> str:
@@ -319,7 +335,7 @@ def _stop_run() -> str:
     return f"$ kill {process}"
 
 
-def _said(button: str, words: list[str]) -> tuple[str, bool]:
+def _said(button: str, words: list[str], form: Form) -> tuple[str, bool]:
     """What a short command said, and whether it failed; then start what follows from it."""
     end = time.monotonic() + SHORT_SECONDS
     while (child := read(OTHER)) is not None and child.exit_code is None and time.monotonic() < end:
@@ -327,6 +343,6 @@ def _said(button: str, words: list[str]) -> tuple[str, bool]:
     has_worked = child is not None and child.exit_code == 0
     if has_worked and button in CHANGE_THE_PLAN:
         start(RUN, ["safetrain", "run", "--plan"])
-    if has_worked and button == "repair":
-        press("check", {"path": [words[4]]})
+    if has_worked and button in ("repair", "columns"):
+        press("check", {"path": [words[4]] if button == "repair" else form.get("path", [])})
     return "\n".join([f"$ {shlex.join(words)}", *(child.lines[-12:] if child else ())]), not has_worked

@@ -12,6 +12,7 @@ import time
 import webbrowser
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unicodedata import normalize
 from urllib.parse import parse_qs
 
 import uvicorn
@@ -22,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from safetrain.core.errors import DataError, SafetrainError
+from safetrain.core.errors import ConfigError, DataError, SafetrainError
 from safetrain.core.formatting import print_text, size_text
 from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
@@ -46,6 +47,7 @@ HEADERS = {
 }  # fmt: skip
 STATIC = {"htmx.min.js", "hx-sse.min.js", "page.js", "page.css"}
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")  # another port may be forwarded to this one
+MOST_LETTERS = 120  # of a name
 ODD = re.compile(r"[^\w. ()+-]")  # in the name of an upload
 OUTSIDE = "This page is for the one who started it: open the address that safetrain page has printed."
 
@@ -90,17 +92,17 @@ class Live:
 
     def __init__(self) -> None:
         self._lock, self._seen = asyncio.Lock(), dict[tuple[str, str], object]()
-        self._next_look_seconds = 0.0  # monotonic clock
+        self._next_look_seconds = dict[str, float]()  # by language; monotonic clock
         self._shown = dict[tuple[str, str], str]()  # by language and section
 
     async def sections(self, tongue: Tongue, *, now: bool = False) -> dict[str, str]:
         """The HTML of every section."""
         async with self._lock:
             now = now or (tongue.language, LIVE[0]) not in self._shown
-            if now or time.monotonic() >= self._next_look_seconds:
+            if now or time.monotonic() >= self._next_look_seconds[tongue.language]:
                 took = await run_in_threadpool(self._look, tongue)
                 pause = min(SHARE * took, MOST_PAUSE_SECONDS) if running_process() is not None and not now else 0.0
-                self._next_look_seconds = time.monotonic() + max(LOOK_SECONDS, pause)
+                self._next_look_seconds[tongue.language] = time.monotonic() + max(LOOK_SECONDS, pause)
             return {name: self._shown[tongue.language, name] for name in SECTIONS}
 
     def _look(self, tongue: Tongue) -> float:
@@ -205,9 +207,12 @@ def _pressed(button: str, form: Form) -> tuple[str, bool]:
 
 async def _saved(request: Request) -> Path:
     """Save an upload in data/, whole or not at all, under a free name. Raises DataError, ConfigError, DiskFullError."""
-    parts = [ODD.sub("_", part).strip(". ").lstrip("-") for part in request.path_params["name"].split("/")]
-    if not all(parts):
-        raise DataError("This file has no name that could be kept.")
+    names = normalize("NFC", request.path_params["name"]).split("/")
+    parts = [ODD.sub("_", part).strip(". ").lstrip("-")[-MOST_LETTERS:] for part in names]
+    if not all(parts) or parts[-1].endswith(".dvc") or parts[-1] in ("dvc.yaml", "dvc.lock"):
+        raise ConfigError("A file of this name cannot be kept in data/.", got=names[-1][:MOST_LETTERS])
+    if len(parts) > 1 and "first" in request.query_params:
+        parts[0] = free_name(Path("data", parts[0])).name  # the others of its folder follow it
     target = Path(inside(str(Path("data", *parts)), must_exist=False))
     size = int(request.headers.get("content-length") or 0)
     _require_size(size)

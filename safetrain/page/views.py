@@ -63,7 +63,9 @@ def portuguese() -> dict[str, str]:
 @cache
 def pages() -> "Environment":
     """The templates of the page, which use parts of the report's."""
-    return templates(HERE / "templates")
+    found = templates(HERE / "templates")
+    found.filters["quoted"] = shlex.quote
+    return found
 
 
 def render(section: str, tongue: Tongue) -> str:
@@ -111,7 +113,7 @@ def _stages(values: Facts) -> Facts:
     history = commands.HISTORY
     typed = history.read_text("utf-8", "replace").splitlines() if history.is_file() else []
     states = _states_of(_now()) if values else []
-    return {"states": states, "history": typed[-SHOWN_COMMANDS:], "child": read(commands.OTHER)}
+    return {"states": states, "history": typed[-SHOWN_COMMANDS:]}
 
 
 def _states_of(now: MonitorView) -> list[tuple[str, str]]:
@@ -126,7 +128,7 @@ def _states_of(now: MonitorView) -> list[tuple[str, str]]:
         is_before = is_before and stage not in (running or first)
         if stage == running:
             state = "running"
-        elif f"The {stage} stage ended" in said or (stage == "train" and has_died):
+        elif (f"The {stage} stage ended" in said and now.state is not State.STOPPED) or (stage == "train" and has_died):
             state = "failed"
         elif running in STAGES:
             state = "done" if is_before else "waits"
@@ -143,7 +145,7 @@ def _states_of(now: MonitorView) -> list[tuple[str, str]]:
 
 def _data(values: Facts) -> Facts:
     check, found = read(commands.CHECK), printed(FOLDER / "check.json")
-    if check is None or check.exit_code not in (0, 1) or not isinstance(found, dict):
+    if check is None or check.is_running or check.exit_code == 2 or not isinstance(found, dict):
         found = None
     path = check.words[2] if check is not None else ""
     findings = found["findings"][:SHOWN_FINDINGS] if found else []
@@ -151,7 +153,8 @@ def _data(values: Facts) -> Facts:
     keys = dict.fromkeys(itertools.chain.from_iterable(map(_keys, found["texts"].values()))) if found else {}
     return {
         "report": read_run().data, "check": check, "path": path, "found": found, "findings": findings,
-        "files": _data_files(), "shown": SHOWN_ROWS, "is_folder": Path(path).is_dir(), "has_errors": bool(grave),
+        "files": _data_files(), "repaired": commands.repaired_name(path) if path else "",
+        "shown": SHOWN_ROWS, "is_folder": Path(path).is_dir(), "has_errors": bool(grave),
         "keys": list(keys) if UNREADABLE in grave and not keys.keys() & set(KNOWN_KEYS) else [],
     }  # fmt: skip
 
@@ -195,12 +198,21 @@ def _plan(values: Facts) -> Facts:
             found = getattr(run.plan.settings.lora if section == "lora" else run.plan.settings, name, None)
             reason = run.plan.reasons.get(key if section == "lora" else name, "")
         own = value_text(values[key]) if values.get(key) != default else ""
-        rows.append({"key": key, "own": own, "planned": "" if found is None else value_text(found), "reason": reason})
+        rows.append(
+            {
+                "key": key,
+                "own": own,
+                "without": value_text(default),
+                "planned": "" if found is None else value_text(found),
+                "reason": reason,
+            }
+        )
     planned = configuration_of(dataclasses.replace(run, steps=(), summary=None, job=None))
     changed = {"validate_data", "recommend_config"} & set(printed(FOLDER / "status.json") or ())
     return {
         "plan": run.plan, "rows": rows, "rest": [row for row in planned if row[0] not in SETTABLE],
         "planning": read(RUN) if commands.is_planning() else None, "is_old": changed,
+        "is_busy": running_process() is not None and not commands.is_planning(),
     }  # fmt: skip
 
 
@@ -244,10 +256,11 @@ def curve_of(steps: Sequence[Any]) -> Facts:
 def _result(values: Facts) -> Facts:
     run, asked = read_evaluated(), read(commands.ASK)
     scores = run.evaluation
+    shown = {each.where: each for each in (*scores.samples[:4], *scores.worst[:2])} if scores else {}
     exports = {kind: shlex.join(commands.export_words(kind)) for kind in commands.EXPORTS}
     return {
         "run": run, "scores": scores, "verdict": verdict_of(run), "command": run_of_result(),
-        "samples": [*scores.samples[:4], *scores.worst[:2]] if scores else [],
+        "samples": list(shown.values()),
         "lines": describe_evaluation(scores) if scores else [], "runs": listed(), "unrecorded": why_unrecorded(),
         "asked": asked, "answers": answers_of(asked), "exporting": read(commands.EXPORT),
         "exports": exports,

@@ -155,12 +155,13 @@ class RunReader:
         marker = self._record(f"{FLIGHT}/{MARKER}", RunMarker)
         job = self._record(f"{FLIGHT}/{JOB}", TrainJob)
         journal = parse_journal(self.file(f"{FLIGHT}/{JOURNAL}") or b"")
+        postmortem = self._record(POSTMORTEM, PostMortem)
         if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
-            job, journal, header, flight = None, (), None, ()
+            job, journal, header, flight, postmortem = None, (), None, (), None
         return {
             "job": job,
             "state": self._record(POINTER, RunState),
-            "postmortem": self._record(POSTMORTEM, PostMortem),
+            "postmortem": postmortem,
             "journal": journal,
             "checkpoint": next(iter(checkpoints_in(self.output)), None),
             "marker": marker,

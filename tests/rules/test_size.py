@@ -12,14 +12,14 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 27_720,
-    "program tokens": 217_300,
+    "program lines": 27_750,
+    "program tokens": 217_500,
     "program files": 135,
     "files under 60 lines": 8,
     "dataclasses": 141,
     "helper modules with one importer": 16,
     "keys of params.yaml": 61,
-    "test lines": 19_900,
+    "test lines": 19_910,
     "benchmark, tool and recipe lines": 7_860,
     "docs words": 28_000,
 }

@@ -16,21 +16,25 @@ document.addEventListener("click", (event) => {
   if (button?.matches(".close")) button.parentElement.remove();
 });
 
-document.addEventListener("input", (event) => {
+function showCommand(event) {
   const form = event.target.closest("form"), code = form?.querySelector("[data-command]");
   if (!code) return;
   const values = new FormData(form);
-  code.textContent = code.dataset.command.replace(/\{(\w+)\}/g, (_, name) => {
+  const valueOf = (name) => String(values.get(name) || "").trim(), option = code.dataset.option;
+  const command = code.dataset.command.replace(/\{(\w+)\}/g, (_, name) => {
     if (name === "columns") {
-      const named = [...values].filter(([key, value]) => key.startsWith("column.") && value);
-      return quoted(`data.columns={${named.map(([key, value]) => `${key.slice(7)}: ${value}`).join(", ")}}`);
+      const named = [...values].filter(([key, each]) => key.startsWith("column.") && each);
+      return quoted(`data.columns={${named.map(([key, each]) => `${key.slice(7)}: ${each}`).join(", ")}}`);
     }
-    if (name !== "drop") return quoted(String(values.get(name) || "null"));
-    const bad = "ROW-UNREADABLE";
-    return values.getAll(name).map((each) => (each === bad ? " --drop-bad" : ` --drop=${each}`)).join("");
+    if (name !== "drop") return quoted(valueOf(name) || code.dataset.empty);
+    const drops = values.getAll(name).map((each) => (each === "ROW-UNREADABLE" ? " --drop-bad" : ` --drop=${each}`));
+    return [...new Set(drops)].join("");
   });
-});
+  code.textContent = command + (valueOf(option) ? ` --${option}=${quoted(valueOf(option))}` : "");
+}
+document.addEventListener("input", showCommand);
 document.addEventListener("change", (event) => {
+  showCommand(event);
   if (event.target.id === "file" || event.target.id === "folder") {
     send([...event.target.files].map((file) => [file.webkitRelativePath || file.name, file]));
     event.target.value = "";
@@ -48,10 +52,10 @@ async function filesOf(entry, path = "") {
   }
 }
 
-function sent(name, file, before, total) {
+function sent(name, file, before, total, first) {
   return new Promise((done) => {
     const request = new XMLHttpRequest();
-    request.open("PUT", `/upload/${name.split("/").map(encodeURIComponent).join("/")}`);
+    request.open("PUT", `/upload/${name.split("/").map(encodeURIComponent).join("/")}${first}`);
     request.upload.onprogress = (event) => (find("sending").value = (100 * (before + event.loaded)) / (total || 1));
     request.onloadend = () => done([request.status, request.responseText]);
     request.send(file);
@@ -59,19 +63,21 @@ function sent(name, file, before, total) {
 }
 
 async function send(files) {
-  const total = files.reduce((sum, [, file]) => sum + file.size, 0);
-  const folder = files[0]?.[0].includes("/") ? `data/${files[0][0].split("/")[0]}` : "";
-  let before = 0, path = folder;
+  const seen = files.filter(([name]) => !/(^|\/)\./.test(name)), total = seen.reduce((sum, [, file]) => sum + file.size, 0);
+  let before = 0, path = "", folder = "";
   find("sending").hidden = false;
-  for (const [name, file] of files.filter(([name]) => !/(^|\/)\./.test(name))) {
-    const [status, text] = await sent(name, file, before, total);
+  for (const [name, file] of seen) {
+    const rest = name.split("/").slice(1).join("/");
+    const place = rest && folder ? `${folder}/${rest}` : name;
+    const [status, text] = await sent(place, file, before, total, rest && !folder ? "?first" : "");
     if (status !== 200) {
-      tell(text || "—");
+      tell(text || find("lost").textContent);
       path = "";
       break;
     }
     before += file.size;
-    path = folder || text;
+    if (rest) folder = text.split("/")[1]; // the server's name for it
+    path = folder ? `data/${folder}` : text;
   }
   find("sending").hidden = true;
   if (!path) return;
@@ -101,4 +107,5 @@ document.addEventListener("htmx:sse:after:message", () => {
 });
 document.addEventListener("htmx:sse:error", () => (find("lost").hidden = false));
 document.addEventListener("htmx:sse:after:connection", () => (find("lost").hidden = true));
+document.addEventListener("htmx:error", () => tell(find("lost").textContent));
 document.addEventListener("htmx:response:error", (event) => tell(event.detail.ctx.text));
