@@ -75,7 +75,7 @@ def test_the_training_is_tried_out_under_its_limits(model: ModelFiles, job: Trai
     assert kept.peak_bytes < min(1.15 * limit, found.measured.peak_bytes)  # where mlx would run ahead of it, it waits
     starved = dataclasses.replace(job, memory_limit_bytes=found.measured.footprint_bytes // 2)
     died = ask(model, starved, said)
-    assert (died.measured, died.ran_out_of_memory) == (None, True)
+    assert (died.measured, died.ran_out_of_memory) == (None, True), died.ended
 
 
 def test_it_is_watched_where_nothing_bounds_metal_s_memory(
