@@ -29,8 +29,9 @@ from safetrain.core.lock import FOLDER_LOCK, is_held
 from safetrain.core.params_file import PARAMS, RUN_LOCK
 from safetrain.core.postmortem import PostMortem
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import read_or_none
 from safetrain.data.findings import KINDS
+from safetrain.watch.monitor import look_at
+from safetrain.watch.run_folder import RunReader
 
 FOLDER = Path(".dvc/tmp/page")
 ESTIMATES = FOLDER / "estimates"
@@ -267,9 +268,9 @@ def export_words(kind: str) -> list[str]:
     return ["safetrain", *words, str(free_name(target))]
 
 
-def words_to_continue() -> list[str]:
-    """The command that continues the last run: as its verdict says, if that is a run, or else the usual one."""
-    death, words = read_or_none(paths.OUTPUT / paths.POSTMORTEM, PostMortem), list[str]()
+def words_to_continue(death: PostMortem | None) -> list[str]:
+    """The command that continues a run: as its verdict says, if that is a run, or else the usual one."""
+    words = list[str]()
     with suppress(ValueError):
         words = shlex.split(death.next_command) if death is not None else []
     is_run = words[:2] in (["safetrain", "run"], ["safetrain", "search"]) and not {"&&", ";", "|", ">"} & set(words)
@@ -288,7 +289,7 @@ BUTTONS: dict[str, tuple[str, Callable[[Form], list[str]]]] = {  # slot and word
     "set": (OTHER, _set),
     "plan": (RUN, lambda _form: ["safetrain", "run", "--plan"]),
     "run": (RUN, _run),
-    "continue": (RUN, lambda _form: words_to_continue()),
+    "continue": (RUN, lambda _form: words_to_continue(look_at(RunReader(paths.OUTPUT)).verdict)),
     "discard": (OTHER, lambda _form: ["safetrain", "discard"]),
     "diagnose": (OTHER, lambda _form: ["safetrain", "diagnose"]),
     "back": (OTHER, lambda form: ["safetrain", "runs", f"--back={_one(form, 'run')}"]),

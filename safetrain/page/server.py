@@ -109,9 +109,10 @@ class Live:
         """Render what has changed; returns the CPU time in seconds that the live sections took."""
         refresh()
         took, tick = 0.0, time.monotonic() // 2 if running_process() is not None else 0.0
+        marks = {is_live: (changes(live=is_live), tick * is_live) for is_live in (False, True)}
         for section in SECTIONS:
             began, is_live = time.thread_time(), section in LIVE
-            key, seen = (tongue.language, section), (changes(section), tick * is_live)
+            key, seen = (tongue.language, section), marks[is_live]
             if self._seen.get(key) != seen:
                 self._seen[key], self._shown[key] = seen, render(section, tongue)
             took += is_live * (time.thread_time() - began)

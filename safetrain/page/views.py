@@ -84,13 +84,13 @@ def _values_in(text: str) -> Facts:
     return values_in(text)
 
 
-def changes(section: str) -> tuple[object, ...]:
-    """Differs from before if the section may look different: times and sizes of files, and whether something runs."""
+def changes(*, live: bool) -> tuple[object, ...]:
+    """Differs from before if a section may look different: times and sizes of files, and whether something runs."""
     folders = [Path(), paths.OUTPUT, Path("data"), Path("models"), FOLDER, ESTIMATES]
-    if section in LIVE:
+    if live:
         folders += [paths.OUTPUT / FLIGHT, paths.OUTPUT / UNFINISHED]
     files = itertools.chain.from_iterable(folder.glob("*") for folder in folders)
-    stats = [(file.name, _stamp(file)) for file in files if section in LIVE or not OF_A_RUN.fullmatch(file.name)]
+    stats = [(file.name, _stamp(file)) for file in files if live or not OF_A_RUN.fullmatch(file.name)]
     return tuple(sorted(stats)), is_held(RUN_LOCK), running_process()
 
 
@@ -227,7 +227,7 @@ def _run(values: Facts) -> Facts:
         "view": now, "child": child, "process": process, "places": place_lines(now), "facts": rows_of(now),
         "percent": round(100 * now.step / total) if total else 0, "curve": curve_of(now.run.steps),
         "continues": now.state in (State.DIED, State.STOPPED, State.GONE, State.LEFT),
-        "continued": shlex.join(commands.words_to_continue()), "name": name_after(own) if own else "first",
+        "continued": shlex.join(commands.words_to_continue(now.verdict)), "name": name_after(own) if own else "first",
         "is_busy": is_held(RUN_LOCK) or process is not None,
     }  # fmt: skip
 
